@@ -1,0 +1,7 @@
+"""Mixture-of-experts and ZeRO-3 kernels for PyTorch, and the Q-Former that they serve.
+
+``import moe_zero`` needs PyTorch alone: Triton, the compiled extensions and a GPU are used where they are, and
+``moe-zero doctor`` tells what is missing and what that costs.
+"""
+
+__version__ = "0.1.0"
