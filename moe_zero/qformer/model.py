@@ -1,0 +1,240 @@
+"""The Q-Former: embeddings, blocks, and what goes in and comes out.
+
+Legend of shape suffixes: B samples, N beams, Q queries, T text tokens, S = Q + T, D hidden size, P image tokens, W
+image width, L routed layers, R routed experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_zero.layers.beam import importance_loss
+from moe_zero.qformer.config import QFormerConfig
+from moe_zero.qformer.layer import QFormerLayer, Rows
+
+DROPPED = -10000.0
+"""What an attention score gets where the mask drops it; the value of published checkpoints, finite in fp16 too."""
+
+
+class QFormerOutput(NamedTuple):
+    """What a :class:`QFormerModel` returns."""
+
+    last_hidden_state: Tensor
+    """[B, Q + T, D], the queries in front."""
+    beam_scores: Tensor | None
+    """[B], fp32: probability of the chosen route; ``None`` where nothing was routed. No gradient."""
+    expert_route: Tensor | None
+    """[B, L], int64: the expert that the chosen route took in each routed layer; ``None`` where nothing was routed."""
+    gate_loss: Tensor
+    """[]: sum over the routed layers of the importance loss; 0 where nothing was routed."""
+    gate_importance: Tensor | None
+    """[L, R], fp32: probability per routed expert summed over the batch's rows, differentiable. To get a gate loss that
+    does not depend on how a batch is split over ranks, sum it over them and call ``importance_loss(...).sum()``."""
+    hidden_states: tuple[Tensor, ...] | None
+    """On demand: the input of each layer, then the last output. [B, S, D], or [B * N, S, D] between the first routed
+    layer and the last: rows ``b * N ... b * N + N - 2`` are the routed beams of sample b, row ``b * N + N - 1`` the
+    universal one."""
+
+
+class QFormerEmbeddings(nn.Module):
+    """Word + position for the text, the queries in front of it as they are, one LayerNorm over both."""
+
+    def __init__(self, config: QFormerConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=0)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, query_embeds: Tensor | None, input_ids: Tensor | None) -> Rows:
+        text = None
+        if input_ids is not None:
+            text = self.word_embeddings(input_ids) + self.position_embeddings.weight[: input_ids.shape[1]]
+        return Rows(*(None if part is None else self.dropout(self.LayerNorm(part)) for part in (query_embeds, text)))
+
+
+class QFormerEncoder(nn.Module):
+    """The blocks; a module of its own only so that parameters carry the names of published checkpoints."""
+
+    def __init__(self, config: QFormerConfig):
+        super().__init__()
+        self.layer = nn.ModuleList(QFormerLayer(config, index) for index in range(config.num_hidden_layers))
+
+
+class QFormerModel(nn.Module):
+    """BERT-like bridge between an image encoder and text, with experts routed by beam search in its upper layers.
+
+    Learned queries read the image through cross-attention and share self-attention with the text. In the routed layers a
+    sample's queries are carried as N beams, each with its own route through the experts, and merged again in the last.
+
+    Args:
+        config: a :class:`QFormerConfig`.
+
+    Parameter names and shapes are those of the published checkpoints; built with the default configuration there are
+    385, with 242,361,344 elements. ``with torch.device("meta")`` builds the model without memory.
+
+    Source: BLIP-2, arXiv 2301.12597, section 3 (the Q-Former); Shazeer et al., arXiv 1701.06538 (the gate loss).
+    """
+
+    def __init__(self, config: QFormerConfig):
+        super().__init__()
+        self.config = config
+        self.query_tokens = nn.Parameter(torch.empty(1, config.num_query_tokens, config.hidden_size))
+        self.ln_vision = nn.LayerNorm(config.encoder_width, eps=config.vision_layer_norm_eps)
+        self.embeddings = QFormerEmbeddings(config)
+        self.encoder = QFormerEncoder(config)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """BERT's initialisation: normal weights with standard deviation ``initializer_range``, zero biases."""
+        std = self.config.initializer_range
+        nn.init.normal_(self.query_tokens, std=std)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+            if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        with torch.no_grad():
+            self.embeddings.word_embeddings.weight[self.embeddings.word_embeddings.padding_idx].zero_()
+
+    def forward(
+        self,
+        query_embeds: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        *,
+        image_features: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> QFormerOutput:
+        """Queries alone, text alone, or both.
+
+        Args:
+            query_embeds: [B, Q, D], any number of queries. With ``image_features`` they default to the learned
+                ``query_tokens``.
+            input_ids: [B, T], int64 token numbers.
+            attention_mask: 1 (or True) to keep, 0 to drop: [B, T] over the text, or [B, Q + T]; [B, Q + T, Q + T] says it
+                for each pair of positions, first the one that looks. ``None`` keeps all.
+            encoder_hidden_states: [B, P, W], image features that are already normalised.
+            encoder_attention_mask: [B, P] over the image tokens; ``None`` keeps all.
+            image_features: [B, P, W], raw image features, instead of ``encoder_hidden_states``: ``ln_vision`` is
+                applied first.
+            output_hidden_states: also return the input of each layer and the last output.
+
+        Raises:
+            ValueError: naming the argument, what it was and what would be right.
+        """
+        if image_features is not None:
+            if encoder_hidden_states is not None:
+                raise ValueError("image_features and encoder_hidden_states are both given; pass one of them")
+            self._check_image("image_features", image_features)
+            encoder_hidden_states = self.ln_vision(image_features)
+            if query_embeds is None:
+                query_embeds = self.query_tokens.expand(image_features.shape[0], -1, -1)
+        self._check_inputs(query_embeds, input_ids, encoder_hidden_states, encoder_attention_mask)
+
+        rows = self.embeddings(query_embeds, input_ids)
+        num_queries = 0 if query_embeds is None else query_embeds.shape[1]
+        num_text = 0 if input_ids is None else input_ids.shape[1]
+        reference = rows.text if rows.queries is None else rows.queries
+        mask = _self_attention_mask(attention_mask, reference.shape[0], num_queries, num_text, reference.dtype)
+        image_mask = None
+        if encoder_attention_mask is not None:
+            image_mask = _additive(encoder_attention_mask[:, None, None, :], reference.dtype)
+
+        beams, importance, hidden_states = None, [], []
+        for layer in self.encoder.layer:
+            if output_hidden_states:
+                hidden_states.append(rows.joined())
+            rows, beams, layer_importance = layer(rows, mask, encoder_hidden_states, image_mask, beams)
+            if layer_importance is not None:
+                importance.append(layer_importance)
+        last_hidden_state = rows.joined()
+        if output_hidden_states:
+            hidden_states.append(last_hidden_state)
+
+        gate_importance = torch.stack(importance) if importance else None
+        return QFormerOutput(
+            last_hidden_state=last_hidden_state,
+            beam_scores=None if beams is None else beams.scores[:, 0],
+            expert_route=None if beams is None else beams.routes[:, 0],
+            gate_loss=last_hidden_state.new_zeros(()) if not importance else importance_loss(gate_importance).sum(),
+            gate_importance=gate_importance,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+
+    def _check_image(self, name: str, image: Tensor) -> None:
+        width = self.config.encoder_width
+        if image.dim() != 3 or image.shape[-1] != width:
+            raise ValueError(
+                f"{name} has shape {tuple(image.shape)}; it must be [batch, image tokens, encoder_width = {width}]"
+            )
+
+    def _check_inputs(self, query_embeds, input_ids, image, image_mask) -> None:
+        config = self.config
+        if query_embeds is None and input_ids is None:
+            raise ValueError("neither query_embeds nor input_ids (nor image_features) is given; pass at least one")
+        batch = {}
+        if query_embeds is not None:
+            if query_embeds.dim() != 3 or query_embeds.shape[-1] != config.hidden_size:
+                raise ValueError(
+                    f"query_embeds has shape {tuple(query_embeds.shape)}; it must be "
+                    f"[batch, queries, hidden_size = {config.hidden_size}]"
+                )
+            batch["query_embeds"] = query_embeds.shape[0]
+            if image is None and config.cross_attention_layers:
+                raise ValueError(
+                    f"encoder_hidden_states is not given, but layers {list(config.cross_attention_layers)} have the queries look "
+                    "at an image; pass it, or image_features"
+                )
+        if input_ids is not None:
+            if input_ids.dim() != 2:
+                raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, text tokens]")
+            if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+                raise ValueError(f"input_ids has dtype {input_ids.dtype}; token numbers are int64 or int32")
+            if input_ids.shape[1] > config.max_position_embeddings:
+                raise ValueError(
+                    f"input_ids has {input_ids.shape[1]} tokens; max_position_embeddings is {config.max_position_embeddings}"
+                )
+            batch["input_ids"] = input_ids.shape[0]
+        if image is not None:
+            self._check_image("encoder_hidden_states", image)
+            batch["encoder_hidden_states"] = image.shape[0]
+        if image_mask is not None:
+            if image is None or image_mask.shape != image.shape[:2]:
+                wanted = "given only with image features" if image is None else f"{list(image.shape[:2])}"
+                raise ValueError(f"encoder_attention_mask has shape {tuple(image_mask.shape)}; it must be {wanted}")
+        if len(set(batch.values())) > 1:
+            raise ValueError(
+                f"the batch sizes differ: {', '.join(f'{name} has {size}' for name, size in batch.items())}"
+            )
+
+
+def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(keep == 0, DROPPED)
+
+
+def _self_attention_mask(
+    mask: Tensor | None, batch: int, num_queries: int, num_text: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Additive [B, 1, 1 or S, S] from a mask over the text, over all positions, or over pairs of positions."""
+    if mask is None:
+        return None
+    length = num_queries + num_text
+    if mask.shape == (batch, length, length):
+        return _additive(mask[:, None], dtype)
+    if num_queries and mask.shape == (batch, num_text):
+        mask = torch.cat([mask.new_ones(batch, num_queries), mask], dim=1)
+    if mask.shape != (batch, length):
+        shapes = [[batch, num_text], [batch, length], [batch, length, length]]
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; with {num_queries} queries and {num_text} text tokens it must "
+            f"be one of {', '.join(map(str, shapes if num_queries and num_text else shapes[1:]))}"
+        )
+    return _additive(mask[:, None, None], dtype)
