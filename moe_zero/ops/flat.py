@@ -1,0 +1,464 @@
+"""Flat buffers: many tensors to and from one contiguous buffer that is sharded over ranks.
+
+``FlatPlan`` computes once how the tensors of a layer are laid out; ``pack`` and ``unpack`` copy by it, converting
+dtypes on the way, in one pass and (on a GPU) one launch whatever the number of tensors. They are what ZeRO-3 (arXiv
+1910.02054) does around its collectives: an all-gather fills the flat buffer [world_size, shard_bytes] and ``unpack``
+writes the parameters; ``pack`` collects the gradients and a reduce-scatter averages them.
+
+Operators (namespace ``moe_zero``): ``pack_``, ``unpack_``, ``sum_rows_``; all write into arguments and return nothing. None is
+differentiable: they move data as ``copy_`` under ``torch.no_grad()`` does, and bump the version counters of what they
+write, so that autograd notices saved tensors that were overwritten.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_zero import _extensions
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Group(NamedTuple):
+    """Tensors that are laid out together because they agree in trainability, tag and dtype."""
+
+    trainable: bool
+    tag: int
+    dtype: torch.dtype  # as stored in the flat buffer
+    members: tuple[int, ...]  # tensor indices, in order
+    shard_numel: int  # elements of each rank
+    element_offset: int  # of this group in a row, in elements
+    byte_offset: int  # of this group in a row, in bytes
+
+
+class Piece(NamedTuple):
+    """A run of one tensor that is contiguous in one rank's row."""
+
+    tensor: int
+    tensor_start: int  # first element, in row-major order of the tensor
+    rank: int
+    byte_offset: int  # in the row
+    count: int  # elements
+
+
+def _dtype_name(dtype: "str | torch.dtype", argument: str) -> str:
+    name = _NAMES.get(dtype) if isinstance(dtype, torch.dtype) else str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"{argument} is {dtype}; a flat buffer holds {', '.join(DTYPES)}")
+    return name
+
+
+class FlatPlan:
+    """How the tensors of one layer lie in a flat buffer of shape [world_size, shard_bytes] (bytes); rank r owns row r.
+
+    Tensors are put in groups of equal (trainable, tag, dtype), trainable groups first; inside a group they keep their
+    order. A group is the concatenation of its tensors, padded with zeros at the end so that it splits into
+    ``world_size`` equal parts of a multiple of 16 elements; a row is the concatenation of one part of every group. So a
+    tensor may cross several rows, and the trainable part of a row is a prefix of it.
+
+    Args:
+        sizes: number of elements of each tensor.
+        dtypes: float64, float32, float16 or bfloat16 for each tensor, as ``torch.dtype`` or by name.
+        trainable: for each tensor, whether an optimizer owns it.
+        world_size: number of ranks, at least 1; it may exceed the number of elements.
+        tags: an integer for each tensor, to keep tensors with different hyperparameters apart. Default: all 0.
+
+    Immutable, hashable, picklable and comparable. Raises ``ValueError`` that names the bad argument.
+    """
+
+    __slots__ = (
+        "_device_tables",
+        "_layout",
+        "dtypes",
+        "flat_bytes",
+        "groups",
+        "shard_bytes",
+        "single_dtype",
+        "sizes",
+        "table",
+        "tags",
+        "trainable",
+        "trainable_bytes",
+        "world_size",
+    )
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dtypes: "Sequence[str | torch.dtype]",
+        trainable: Sequence[bool],
+        world_size: int,
+        tags: Sequence[int] | None = None,
+    ) -> None:
+        names = [_dtype_name(dtype, f"dtypes[{i}]") for i, dtype in enumerate(dtypes)]
+        self._set_layout(_layout_class()(list(sizes), names, list(trainable), world_size, tags))
+
+    def _set_layout(self, layout) -> None:
+        groups = tuple(Group(g[0], g[1], DTYPES[g[2]], *g[3:]) for g in layout.groups)
+        dtypes: list[torch.dtype | None] = [None] * len(layout.sizes)
+        for group in groups:
+            for i in group.members:
+                dtypes[i] = group.dtype
+        values = {
+            "_layout": layout,
+            "_device_tables": {},
+            "world_size": layout.world_size,
+            "sizes": layout.sizes,
+            "dtypes": tuple(dtypes),
+            "trainable": layout.trainable,
+            "tags": layout.tags,
+            "groups": groups,
+            "shard_bytes": layout.shard_bytes,
+            "trainable_bytes": layout.trainable_bytes,
+            "flat_bytes": layout.world_size * layout.shard_bytes,
+            "single_dtype": groups[0].dtype if len({g.dtype for g in groups}) == 1 else None,
+            "table": torch.frombuffer(layout.table(), dtype=torch.int64),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"FlatPlan is immutable; build a new one instead of setting {name!r}")
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Runs of tensors in the flat buffer, in the order of the buffer; padding is left out."""
+        return tuple(Piece(*piece) for piece in self._layout.pieces)
+
+    def shard_numel(self, trainable: bool) -> int:
+        """Elements that each rank owns of the trainable or of the frozen tensors, padding included."""
+        return sum(group.shard_numel for group in self.groups if group.trainable == trainable)
+
+    def cast(self, dtype: "str | torch.dtype", trainable_only: bool = False) -> "FlatPlan":
+        """The same partition of the same elements, stored in ``dtype`` throughout: the layout of gradients and of fp32
+        master shards. Groups stay as they are, in elements. With ``trainable_only``, a plan of the trainable tensors
+        alone (in their order), whose rows are the trainable prefix of this plan's rows."""
+        plan = object.__new__(FlatPlan)
+        plan._set_layout(self._layout.cast(_dtype_name(dtype, "dtype"), trainable_only))
+        return plan
+
+    def device_table(self, device: torch.device) -> Tensor:
+        """``table`` on ``device``, copied once and kept; what CUDA kernels read."""
+        table = self._device_tables.get(device)
+        if table is None:
+            table = self._device_tables[device] = self.table.to(device)
+        return table
+
+    def _state(self) -> tuple:
+        layout = self._layout
+        return (layout.sizes, layout.grouping_dtypes, layout.trainable, self.world_size, layout.tags, layout.stored)
+
+    def __reduce__(self):
+        return _plan_from_state, self._state()
+
+    def __eq__(self, other: object) -> bool:
+        return self._layout == other._layout if isinstance(other, FlatPlan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._layout)
+
+    def __repr__(self) -> str:
+        groups = ", ".join(
+            f"{'trainable' if g.trainable else 'frozen'}{f' tag {g.tag}' if g.tag else ''} {_NAMES[g.dtype]}: "
+            f"{len(g.members)} tensors, {g.shard_numel:,} per rank"
+            for g in self.groups
+        )
+        return (
+            f"FlatPlan({len(self.sizes)} tensors, {sum(self.sizes):,} elements over {self.world_size} ranks, "
+            f"{self.shard_bytes:,} bytes per rank; {groups or 'no groups'})"
+        )
+
+
+def _layout_class():
+    if _extensions.flat_plan is None:
+        raise ImportError(f"FlatPlan needs the compiled extension: {_extensions.extensions()[0].reason}")
+    return _extensions.flat_plan.Layout
+
+
+def _plan_from_state(sizes, dtypes, trainable, world_size, tags, stored) -> FlatPlan:
+    plan = object.__new__(FlatPlan)
+    plan._set_layout(_layout_class()(list(sizes), list(dtypes), list(trainable), world_size, list(tags), stored))
+    return plan
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.reshape(-1).view(torch.uint8)
+
+
+def _compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _write_stats(stats: Tensor | None, values: Sequence[Tensor]) -> None:
+    if stats is not None:
+        squares = [value.double().square().sum() for value in values]
+        finite = [value.isfinite().all() for value in values]
+        zero = torch.zeros((), dtype=torch.float64, device=stats.device)
+        stats[0] = torch.stack([zero, *squares]).sum()
+        stats[1] = 1 - torch.stack([zero + 1, *finite]).min()
+
+
+def pack_reference(
+    tensors: Sequence[Tensor | None],
+    plan: FlatPlan,
+    out: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    stats: Tensor | None = None,
+) -> Tensor:
+    """``pack`` in plain PyTorch: the definition, and what runs where the compiled operators are not available."""
+    out = _new_flat(tensors, plan) if out is None else out
+    _check_pack(tensors, plan, out, stats)
+    rows = _bytes(out).view(plan.world_size, plan.shard_bytes)
+    rows.zero_()
+    written = []
+    with torch.no_grad():
+        for tensor, start, rank, byte, count in plan.pieces:
+            source, dtype = tensors[tensor], plan.dtypes[tensor]
+            if source is None:
+                continue
+            piece = source.reshape(-1)[start : start + count]
+            if scale != 1:
+                piece = piece.to(_compute_dtype(piece.dtype, dtype)) * scale
+            target = rows[rank, byte : byte + count * dtype.itemsize].view(dtype)
+            target.copy_(piece)
+            written.append(target)
+        _write_stats(stats, written)
+    return out
+
+
+def unpack_reference(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulate: bool = False) -> None:
+    """``unpack`` in plain PyTorch: the definition, and what runs where the compiled operators are not available."""
+    _check_unpack(flat, plan, tensors)
+    rows = _bytes(flat).view(plan.world_size, plan.shard_bytes)
+    whole = {i: [] for i in range(len(tensors))}
+    for tensor, _, rank, byte, count in plan.pieces:
+        dtype = plan.dtypes[tensor]
+        whole[tensor].append(rows[rank, byte : byte + count * dtype.itemsize].view(dtype))
+    with torch.no_grad():
+        for i, pieces in whole.items():
+            if pieces:
+                value = torch.cat(pieces).view(tensors[i].shape)
+                tensors[i].add_(value) if accumulate else tensors[i].copy_(value)
+
+
+def sum_rows_reference(
+    rows: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False, stats: Tensor | None = None
+) -> None:
+    """``sum_rows`` in plain PyTorch."""
+    with torch.no_grad():
+        dtype = _compute_dtype(rows.dtype, out.dtype)
+        total = rows[0].to(dtype)
+        for row in rows[1:]:
+            total = total + row.to(dtype)
+        if scale != 1:
+            total = total * scale
+        out.copy_(out.to(dtype) + total if accumulate else total)
+        _write_stats(stats, [out])
+
+
+def _new_flat(tensors: Sequence[Tensor | None], plan: FlatPlan) -> Tensor:
+    device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
+    if plan.single_dtype is None:
+        return torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device)
+    return torch.empty(plan.flat_bytes // plan.single_dtype.itemsize, dtype=plan.single_dtype, device=device)
+
+
+def _check_flat(flat: Tensor, plan: FlatPlan, name: str) -> None:
+    if flat.dtype not in (torch.uint8, plan.single_dtype):
+        need = "uint8" if plan.single_dtype is None else f"uint8 or {plan.single_dtype}"
+        raise ValueError(f"{name} has dtype {flat.dtype}, but the plan needs {need}")
+    if not flat.is_contiguous():
+        raise ValueError(f"{name} is not contiguous")
+    if flat.numel() * flat.dtype.itemsize != plan.flat_bytes:
+        raise ValueError(
+            f"{name} has {flat.numel() * flat.dtype.itemsize} bytes, but the plan needs {plan.flat_bytes} "
+            f"(world_size {plan.world_size} * shard_bytes {plan.shard_bytes})"
+        )
+
+
+def _check_tensors(tensors: Sequence[Tensor | None], plan: FlatPlan, flat: Tensor, name: str) -> None:
+    if len(tensors) != len(plan.sizes):
+        raise ValueError(f"tensors has {len(tensors)} entries, but the plan was made for {len(plan.sizes)}")
+    for i, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        if tensor.numel() != plan.sizes[i]:
+            raise ValueError(f"tensors[{i}] has {tensor.numel()} elements, but the plan was made for {plan.sizes[i]}")
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"tensors[{i}] has dtype {tensor.dtype}; it must be one of {', '.join(DTYPES)}")
+        if tensor.device != flat.device:
+            raise ValueError(f"tensors[{i}] is on {tensor.device}, but {name} is on {flat.device}")
+
+
+def _check_stats(stats: Tensor | None, device: torch.device) -> None:
+    if stats is None:
+        return
+    if stats.dtype not in (torch.float32, torch.float64) or stats.shape != (2,) or stats.device != device:
+        raise ValueError(
+            f"stats must be a float32 or float64 tensor of shape [2] on {device}, but it is {stats.dtype} of shape "
+            f"{list(stats.shape)} on {stats.device}"
+        )
+
+
+def _check_pack(tensors: Sequence[Tensor | None], plan: FlatPlan, out: Tensor, stats: Tensor | None) -> None:
+    _check_flat(out, plan, "out")
+    _check_tensors(tensors, plan, out, "out")
+    _check_stats(stats, out.device)
+
+
+def _check_unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor]) -> None:
+    _check_flat(flat, plan, "flat")
+    for i, tensor in enumerate(tensors):
+        if tensor is None:
+            raise ValueError(f"tensors[{i}] is None; unpack needs a tensor to write to")
+    _check_tensors(tensors, plan, flat, "flat")
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("moe_zero", "FRAGMENT")
+_library.define(
+    "pack_(Tensor(a!) flat, Tensor?[] tensors, Tensor table, Tensor? device_table, float scale, Tensor(b!)? stats) -> ()"
+)
+_library.define("unpack_(Tensor(a!)[] tensors, Tensor flat, Tensor table, Tensor? device_table, bool accumulate) -> ()")
+_library.define("sum_rows_(Tensor(a!) out, Tensor rows, float scale, bool accumulate, Tensor(b!)? stats) -> ()")
+
+
+def _bump_version(name: str, written: Callable[..., Sequence[Tensor]]) -> None:
+    """Operators written in C++ do not tell autograd what they overwrite; this kernel, which runs just before them, does."""
+    operator = getattr(torch.ops.moe_zero, name).default
+
+    def kernel(keyset, *args):
+        operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        torch.autograd.graph.increment_version(written(*args))
+
+    _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+@torch.library.register_fake("moe_zero::pack_", lib=_library)
+def _(flat, tensors, table, device_table, scale, stats):
+    return None
+
+
+@torch.library.register_fake("moe_zero::unpack_", lib=_library)
+def _(tensors, flat, table, device_table, accumulate):
+    return None
+
+
+@torch.library.register_fake("moe_zero::sum_rows_", lib=_library)
+def _(out, rows, scale, accumulate, stats):
+    return None
+
+
+_bump_version(
+    "pack_", lambda flat, tensors, table, device_table, scale, stats: [flat, *([] if stats is None else [stats])]
+)
+_bump_version("unpack_", lambda tensors, flat, table, device_table, accumulate: tensors)
+_bump_version("sum_rows_", lambda out, rows, scale, accumulate, stats: [out, *([] if stats is None else [stats])])
+
+
+# --- public functions ------------------------------------------------------------------------------------------------
+
+
+def _compiled(device: torch.device) -> bool:
+    _, cpu, cuda = _extensions.extensions()
+    return cpu.loaded if device.type == "cpu" else cuda.loaded and device.type == "cuda"
+
+
+def _call(operator: Callable[..., None], *args: object) -> None:
+    try:
+        operator(*args)
+    except RuntimeError as error:
+        message = str(error)
+        if not message.startswith("moe_zero: "):
+            raise
+        raise ValueError(message.removeprefix("moe_zero: ")) from None
+
+
+def pack(
+    tensors: Sequence[Tensor | None],
+    plan: FlatPlan,
+    out: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    stats: Tensor | None = None,
+) -> Tensor:
+    """Copy many tensors into one flat buffer, converted to the plan's dtypes and multiplied by ``scale``.
+
+    One pass over memory, one kernel launch on a GPU. Arithmetic is in fp32, or fp64 as soon as source or destination
+    is fp64, and rounded once to nearest even; without scale and conversion bits are copied.
+
+    Args:
+        tensors: one for each size of the plan, of that many elements in row-major order, with any shape, strides and
+            floating dtype, all on one device. ``None`` stands for zeros.
+        plan: the layout.
+        out: contiguous, of ``plan.world_size * plan.shard_bytes`` bytes, uint8 or the plan's dtype if it has only one;
+            allocated if absent. Padding is set to zero.
+        scale: factor, for example 1 / world size for averages.
+        stats: float32 or float64 tensor of shape [2] that receives the sum of squares of what was written (added up in fp64)
+            and 1.0 if any of it was inf or NaN, else 0.0.
+
+    Returns:
+        ``out``. Not differentiable.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not fit, or a tensor shares memory with ``out``. Nothing was written.
+    """
+    with torch.no_grad():
+        if out is None:
+            out = _new_flat(tensors, plan)
+        if not _compiled(out.device):
+            return pack_reference(tensors, plan, out, scale=scale, stats=stats)
+        _check_pack(tensors, plan, out, stats)
+        table = plan.device_table(out.device) if out.is_cuda else None
+        _call(torch.ops.moe_zero.pack_, out, list(tensors), plan.table, table, scale, stats)
+    return out
+
+
+def unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulate: bool = False) -> None:
+    """Copy a flat buffer [world_size, shard_bytes] into the tensors it is made of, converting to their dtypes.
+
+    One pass over memory, one kernel launch on a GPU: what follows an all-gather.
+
+    Args:
+        flat: contiguous, of ``plan.world_size * plan.shard_bytes`` bytes, uint8 or the plan's dtype if it has only one.
+        plan: the layout.
+        tensors: one for each size of the plan, with any shape, strides and floating dtype, on the device of ``flat``. They are
+            written in row-major order of their elements, as by ``copy_`` under ``torch.no_grad()``.
+        accumulate: add to the tensors instead (in fp32, or fp64 if either side is fp64, rounded once).
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not fit, or tensors share memory with each other or with ``flat``. Nothing was
+            written.
+    """
+    with torch.no_grad():
+        if not _compiled(flat.device):
+            return unpack_reference(flat, plan, tensors, accumulate=accumulate)
+        _check_unpack(flat, plan, tensors)
+        table = plan.device_table(flat.device) if flat.is_cuda else None
+        _call(torch.ops.moe_zero.unpack_, list(tensors), flat, plan.table, table, accumulate)
+
+
+def sum_rows(
+    rows: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False, stats: Tensor | None = None
+) -> None:
+    """``out = scale * rows.sum(0)``, or ``out += ...``: the local half of a reduce-scatter that is made of one all-to-all.
+
+    Added in the order of the rows in fp32 (fp64 if either side is fp64) and rounded once, so every rank gets the same bits.
+
+    Args:
+        rows: contiguous [world_size, n], any floating dtype.
+        out: contiguous, n elements, any floating dtype, no memory shared with ``rows``.
+        scale: factor on the sum, for example 1 / world_size.
+        accumulate: add to ``out``.
+        stats: as in ``pack``, about what was written to ``out``.
+    """
+    with torch.no_grad():
+        if not _compiled(out.device):
+            return sum_rows_reference(rows, out, scale=scale, accumulate=accumulate, stats=stats)
+        _check_stats(stats, out.device)
+        _call(torch.ops.moe_zero.sum_rows_, out, rows, scale, accumulate, stats)
