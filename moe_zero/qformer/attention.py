@@ -51,20 +51,23 @@ class QFormerAttention(nn.Module):
         self.self = AttentionProjections(config, config.encoder_width if cross else config.hidden_size)
         self.output = ResidualOutput(config, config.hidden_size)
 
-    def forward(self, x_MSD: Tensor, mask: Tensor | None, image_GPW: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_MSD: Tensor, mask: Tensor | None, image_GPW: Tensor | None = None, *, rows_per_image: int = 1
+    ) -> Tensor:
         """Attend.
 
         Args:
             x_MSD: [M, S, D].
-            mask: additive, broadcastable to [M, 1, S, S], or to [G, 1, M/G*S, P] with an image; ``None`` keeps all.
-            image_GPW: [G, P, W] for cross-attention, G a divisor of M: M/G consecutive rows share one image. Its
-                keys and values are projected once, and the rows' queries are laid side by side: nothing in
-                cross-attention connects one query with another, so the result is the same.
+            mask: additive, broadcastable to [M, 1, S, S], or with an image to [G, 1, 1, P]; ``None`` keeps all.
+            image_GPW: [G, P, W] for cross-attention.
+            rows_per_image: M / G consecutive rows share an image. Its keys and values are projected once, and the rows'
+                queries are laid side by side: nothing in cross-attention connects one query with another, so the
+                result is that of a copy of the image for each row.
         """
         if image_GPW is None:
             grouped, source = x_MSD, x_MSD
         else:
-            grouped, source = x_MSD.reshape(image_GPW.shape[0], -1, x_MSD.shape[-1]), image_GPW
+            grouped, source = x_MSD.unflatten(0, (-1, rows_per_image)).flatten(1, 2), image_GPW
         context = F.scaled_dot_product_attention(
             self._heads(self.self.query(grouped)),
             self._heads(self.self.key(source)),

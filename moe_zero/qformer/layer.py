@@ -64,6 +64,8 @@ class QFormerLayer(nn.Module):
 
         self.routes = index in config.routed_layers
         self.merges = self.routes and index == config.routed_layers[-1]
+        carries_beams = config.routed_layers and config.routed_layers[0] < index <= config.routed_layers[-1]
+        self.rows_per_sample = config.num_beams if carries_beams else 1
         self.residual_from = config.residual_from
         sizes = (config.hidden_size, config.intermediate_size)
         if self.routes:
@@ -99,11 +101,11 @@ class QFormerLayer(nn.Module):
             The rows, the beams that they stand for (``None`` where nothing routed yet; after the last routed layer the
             best route alone), and the experts' importance [R] of a routed layer.
         """
+        if rows.queries is None:
+            return Rows(None, self._text_feed_forward(self.attention(rows.text, mask))), beams, None
         queries, text = self._attend(rows, mask)
-        if queries is None:
-            return Rows(None, self._text_feed_forward(text)), beams, None
         if self.crossattention is not None:
-            queries = self.crossattention(queries, image_mask, image_BPW)
+            queries = self.crossattention(queries, image_mask, image_BPW, rows_per_image=self.rows_per_sample)
         if not self.routes:
             queries = self.expert_ln(self.experts(queries) + queries)
             text = None if text is None else self._text_feed_forward(text)
@@ -117,14 +119,11 @@ class QFormerLayer(nn.Module):
         return Rows(*merged), new_beams, importance
 
     def _attend(self, rows: Rows, mask: Tensor | None) -> Rows:
-        joined = rows.joined()
-        if mask is not None and mask.shape[0] != joined.shape[0]:
-            mask = mask.repeat_interleave(joined.shape[0] // mask.shape[0], dim=0)
-        joined = self.attention(joined, mask)
+        if mask is not None and self.rows_per_sample > 1:
+            mask = mask.repeat_interleave(self.rows_per_sample, dim=0)
+        joined = self.attention(rows.joined(), mask)
         if rows.text is None:
             return Rows(joined, None)
-        if rows.queries is None:
-            return Rows(None, joined)
         num_queries = rows.queries.shape[1]
         return Rows(joined[:, :num_queries].contiguous(), joined[:, num_queries:].contiguous())
 
@@ -135,7 +134,7 @@ class QFormerLayer(nn.Module):
         """Input rows that the expert outputs [B, k + 1, Q, D] are added to."""
         if beams is None or self.residual_from == "parent":
             return self._follow_parents(queries, beams, new_beams)
-        rows = queries.unflatten(0, (-1, self.experts.num_beams))
+        rows = queries.unflatten(0, (-1, self.rows_per_sample))
         num_routed = new_beams.scores.shape[1]
         return rows if num_routed == rows.shape[1] - 1 else torch.cat([rows[:, :num_routed], rows[:, -1:]], dim=1)
 
@@ -143,7 +142,7 @@ class QFormerLayer(nn.Module):
         """[M, ...] to [B, k + 1, ...]: every routed beam takes its parent's row, the universal beam its own."""
         if beams is None:
             return x.unsqueeze(1).expand(-1, new_beams.scores.shape[1] + 1, -1, -1)
-        rows = x.unflatten(0, (-1, self.experts.num_beams))
+        rows = x.unflatten(0, (-1, self.rows_per_sample))
         routed = rows.take_along_dim(new_beams.parents[:, :, None, None], dim=1)
         return torch.cat([routed, rows[:, -1:]], dim=1)
 

@@ -206,10 +206,9 @@ class QFormerModel(nn.Module):
         if image is not None:
             self._check_image("encoder_hidden_states", image)
             batch["encoder_hidden_states"] = image.shape[0]
-        if image_mask is not None:
-            if image is None or image_mask.shape != image.shape[:2]:
-                wanted = "given only with image features" if image is None else f"{list(image.shape[:2])}"
-                raise ValueError(f"encoder_attention_mask has shape {tuple(image_mask.shape)}; it must be {wanted}")
+        if image_mask is not None and (image is None or image_mask.shape != image.shape[:2]):
+            wanted = "given only with image features" if image is None else f"{list(image.shape[:2])}"
+            raise ValueError(f"encoder_attention_mask has shape {tuple(image_mask.shape)}; it must be {wanted}")
         if len(set(batch.values())) > 1:
             raise ValueError(
                 f"the batch sizes differ: {', '.join(f'{name} has {size}' for name, size in batch.items())}"
