@@ -31,10 +31,10 @@ class QFormerConfig:
     max_position_embeddings: int = 512
     num_query_tokens: int = 32
     cross_attention_freq: int = 2
-    """Every how many layers, from layer 0 on, the queries look at the image; used where ``cross_attention_layers`` is None."""
+    """Every how many layers, from layer 0 on, the queries look at the image, unless ``cross_attention_layers`` says it."""
     cross_attention_layers: Sequence[int] | None = None
     moe_layers: Sequence[int] = (6, 7, 8, 9, 10, 11)
-    """Layers whose query feed-forward is a mixture routed by beam search. The beams merge again in the last of them."""
+    """Layers whose query feed-forward is a mixture routed by beam search; the beams merge in the last of them."""
     num_experts: int = 3
     """Experts of a routed layer, the universal one included; 1 makes every layer dense, whatever ``moe_layers`` says."""
     num_beams: int = 3
@@ -66,9 +66,8 @@ class QFormerConfig:
         ):
             _check_integer(name, getattr(self, name), at_least=1)
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, which does not divide hidden_size {self.hidden_size}"
-            )
+            heads, width = self.num_attention_heads, self.hidden_size
+            raise ValueError(f"num_attention_heads is {heads}, which does not divide hidden_size {width}")
         _check_integer("num_beams", self.num_beams, at_least=1 if self.num_experts == 1 else 2)
         if self.cross_attention_layers is None:
             layers: Sequence[int] = range(0, self.num_hidden_layers, self.cross_attention_freq)

@@ -31,8 +31,8 @@ class QFormerOutput(NamedTuple):
     gate_loss: Tensor
     """[]: sum over the routed layers of the importance loss; 0 where nothing was routed."""
     gate_importance: Tensor | None
-    """[L, R], fp32: probability per routed expert summed over the batch's rows, differentiable. To get a gate loss that
-    does not depend on how a batch is split over ranks, sum it over them and call ``importance_loss(...).sum()``."""
+    """[L, R], fp32: probability per routed expert summed over the batch's rows, differentiable. To get a gate loss
+    that does not depend on how a batch is split over ranks, sum it over them and call ``importance_loss(...).sum()``."""
     hidden_states: tuple[Tensor, ...] | None
     """On demand: the input of each layer, then the last output. [B, S, D], or [B * N, S, D] between the first routed
     layer and the last: rows ``b * N ... b * N + N - 2`` are the routed beams of sample b, row ``b * N + N - 1`` the
@@ -67,8 +67,8 @@ class QFormerEncoder(nn.Module):
 class QFormerModel(nn.Module):
     """BERT-like bridge between an image encoder and text, with experts routed by beam search in its upper layers.
 
-    Learned queries read the image through cross-attention and share self-attention with the text. In the routed layers a
-    sample's queries are carried as N beams, each with its own route through the experts, and merged again in the last.
+    Learned queries read the image through cross-attention and share self-attention with the text. In the routed layers
+    a sample's queries are carried as N beams, each on its own route through the experts, and merged in the last.
 
     Args:
         config: a :class:`QFormerConfig`.
@@ -119,8 +119,8 @@ class QFormerModel(nn.Module):
             query_embeds: [B, Q, D], any number of queries. With ``image_features`` they default to the learned
                 ``query_tokens``.
             input_ids: [B, T], int64 token numbers.
-            attention_mask: 1 (or True) to keep, 0 to drop: [B, T] over the text, or [B, Q + T]; [B, Q + T, Q + T] says it
-                for each pair of positions, first the one that looks. ``None`` keeps all.
+            attention_mask: 1 (or True) to keep, 0 to drop: [B, T] over the text, or [B, Q + T]; [B, Q + T, Q + T] says
+                it for each pair of positions, first the one that looks. ``None`` keeps all.
             encoder_hidden_states: [B, P, W], image features that are already normalised.
             encoder_attention_mask: [B, P] over the image tokens; ``None`` keeps all.
             image_features: [B, P, W], raw image features, instead of ``encoder_hidden_states``: ``ln_vision`` is
@@ -190,8 +190,8 @@ class QFormerModel(nn.Module):
             batch["query_embeds"] = query_embeds.shape[0]
             if image is None and config.cross_attention_layers:
                 raise ValueError(
-                    f"encoder_hidden_states is not given, but layers {list(config.cross_attention_layers)} have the queries look "
-                    "at an image; pass it, or image_features"
+                    "encoder_hidden_states is not given, but the queries look at an image in layers "
+                    f"{list(config.cross_attention_layers)}; pass it, or image_features"
                 )
         if input_ids is not None:
             if input_ids.dim() != 2:
@@ -199,9 +199,8 @@ class QFormerModel(nn.Module):
             if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
                 raise ValueError(f"input_ids has dtype {input_ids.dtype}; token numbers are int64 or int32")
             if input_ids.shape[1] > config.max_position_embeddings:
-                raise ValueError(
-                    f"input_ids has {input_ids.shape[1]} tokens; max_position_embeddings is {config.max_position_embeddings}"
-                )
+                limit = config.max_position_embeddings
+                raise ValueError(f"input_ids has {input_ids.shape[1]} tokens; max_position_embeddings is {limit}")
             batch["input_ids"] = input_ids.shape[0]
         if image is not None:
             self._check_image("encoder_hidden_states", image)

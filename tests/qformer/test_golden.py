@@ -90,5 +90,5 @@ def test_traced_whole_passes():
 def test_a_file_that_is_not_golden_is_named(tmp_path):
     path = tmp_path / "broken.safetensors"
     path.write_bytes(b"not safetensors")
-    with pytest.raises(ValueError, match="broken.safetensors is not a golden file"):
+    with pytest.raises(ValueError, match=r"broken\.safetensors is not a golden file"):
         GoldenCase.load(path)
