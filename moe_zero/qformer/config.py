@@ -31,12 +31,12 @@ class QFormerConfig:
     max_position_embeddings: int = 512
     num_query_tokens: int = 32
     cross_attention_freq: int = 2
-    """Every how many layers, from layer 0 on, the queries look at the image, unless ``cross_attention_layers`` says it."""
+    """The queries look at the image in layer 0 and every so many after it, unless ``cross_attention_layers`` is given."""
     cross_attention_layers: Sequence[int] | None = None
     moe_layers: Sequence[int] = (6, 7, 8, 9, 10, 11)
     """Layers whose query feed-forward is a mixture routed by beam search; the beams merge in the last of them."""
     num_experts: int = 3
-    """Experts of a routed layer, the universal one included; 1 makes every layer dense, whatever ``moe_layers`` says."""
+    """Experts of a routed layer, the universal one included; with 1 every layer is dense, whatever ``moe_layers``."""
     num_beams: int = 3
     """Beams of a sample, the universal one included; of no effect in a dense model."""
     weight_type: str = "ffn_prob"

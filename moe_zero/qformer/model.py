@@ -31,8 +31,8 @@ class QFormerOutput(NamedTuple):
     gate_loss: Tensor
     """[]: sum over the routed layers of the importance loss; 0 where nothing was routed."""
     gate_importance: Tensor | None
-    """[L, R], fp32: probability per routed expert summed over the batch's rows, differentiable. To get a gate loss
-    that does not depend on how a batch is split over ranks, sum it over them and call ``importance_loss(...).sum()``."""
+    """[L, R], fp32: probability per routed expert summed over the batch's rows, differentiable. For a gate loss that
+    does not depend on how a batch is split over ranks, sum it over them and take ``importance_loss(...).sum()``."""
     hidden_states: tuple[Tensor, ...] | None
     """On demand: the input of each layer, then the last output. [B, S, D], or [B * N, S, D] between the first routed
     layer and the last: rows ``b * N ... b * N + N - 2`` are the routed beams of sample b, row ``b * N + N - 1`` the
@@ -232,7 +232,7 @@ def _self_attention_mask(
     if mask.shape != (batch, length):
         shapes = [[batch, num_text], [batch, length], [batch, length, length]]
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; with {num_queries} queries and {num_text} text tokens it must "
+            f"attention_mask has shape {tuple(mask.shape)}; for {num_queries} queries and {num_text} text tokens it must "
             f"be one of {', '.join(map(str, shapes if num_queries and num_text else shapes[1:]))}"
         )
     return _additive(mask[:, None, None], dtype)
