@@ -1,0 +1,62 @@
+"""The command ``moe-zero``.
+
+``doctor`` must work where nothing but torch is installed, so it is dispatched before anything else is imported. The other
+commands come from `moe_zero.recipes.commands`, which needs the extra ``train``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+HELP = """\
+usage: moe-zero COMMAND [options]
+
+Train, evaluate and use a mixture-of-experts Q-Former that is sharded over processes.
+
+commands:
+  train    train on photographs and captions, evaluate retrieval, draw plots
+  eval     evaluate a finished run again, also on other data
+  query    rank pictures for a sentence, or captions for a picture
+  doctor   say what works on this machine, what is missing and what to do
+
+examples:
+  moe-zero doctor
+  moe-zero train --nproc 2 --out runs/demo
+  moe-zero train --data captions.jsonl --config my.yaml --lr 1e-4
+  moe-zero train --out runs/demo --resume
+  moe-zero query --run runs/demo --text "a cup of coffee"
+  moe-zero query --run runs/demo --image photo.jpg
+  torchrun --nproc-per-node 4 -m moe_zero.cli train --out runs/big
+
+'moe-zero COMMAND --help' lists the options of a command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0; 1 when it failed; 2 for wrong usage; 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"moe-zero {version('moe-zero')}")
+        return 0
+    if arguments[0] == "doctor":
+        from moe_zero import doctor
+
+        return doctor.main(arguments[1:]) or 0
+    try:
+        from moe_zero.recipes import commands
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "moe_zero":
+            raise
+        print(f"moe-zero {arguments[0]} needs {error.name}: pip install 'moe-zero[train]'", file=sys.stderr)
+        return 1
+    return commands.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

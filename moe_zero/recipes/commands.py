@@ -1,0 +1,143 @@
+"""The commands ``train``, ``eval`` and ``query``. Their options are the fields of `TrainConfig`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_zero.recipes.config import TrainConfig
+from moe_zero.recipes.processes import INTERRUPTED, WorkerError, joined
+from moe_zero.recipes.progress import Reporter
+
+app = typer.Typer(name="moe-zero", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+EXPECTED = (ValueError, OSError, ImportError, WorkerError)
+"""What a user can mend: shown as one message, without a traceback (MOE_ZERO_TRACEBACK=1 shows it)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command of `app`; see `moe_zero.cli.main` for the exit code."""
+    try:
+        app(arguments, prog_name="moe-zero")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def _with_plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with what a user can mend shown as one message and turned into an exit code."""
+
+    @functools.wraps(command)
+    def wrapped(**options: Any) -> None:
+        try:
+            command(**options)
+        except KeyboardInterrupt as error:
+            print(f"interrupted{f': {error}' if str(error) else ''}", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except EXPECTED as error:
+            if os.environ.get("MOE_ZERO_TRACEBACK"):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return wrapped
+
+
+def _parameter(item: Field) -> inspect.Parameter:
+    """The option of a field. None means 'not given', so that a file's value is replaced only by what is typed."""
+    kind = str(item.type).partition(" | ")[0]
+    default = ",".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
+    shown = "" if default in (None, False) else f" [default: {default}]"
+    flag = "--" + item.name.replace("_", "-")
+    annotation = Annotated[
+        TYPES.get(kind, str) | None,
+        typer.Option(
+            f"{flag}/--no-{flag[2:]}" if kind == "bool" else flag,
+            help=item.metadata["help"] + shown,
+            rich_help_panel=item.metadata["panel"],
+            show_default=False,
+        ),
+    ]
+    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _train(config: Path | None = None, **options: Any) -> None:
+    """Train a Q-Former on pictures and captions, evaluate retrieval, draw plots.
+
+    Every option may also stand in a YAML file (--config), by its name with underscores; options on the command line win. The
+    run's folder gets them all as config.yaml, so --resume needs nothing but --out.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("resume") and config is None:
+        saved = Path(given.get("out", TrainConfig.out)) / "config.yaml"
+        config = saved if saved.exists() else None
+    from moe_zero.recipes.train import train
+
+    train(TrainConfig.load(config, given))
+
+
+_CONFIG_FILE = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", rich_help_panel="Run")]
+_train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG_FILE),
+        *map(_parameter, fields(TrainConfig)),
+    ]
+)
+_train.__annotations__ = {name: item.annotation for name, item in _train.__signature__.parameters.items()}
+app.command("train")(_with_plain_errors(_train))
+
+RUN = Annotated[Path, typer.Option("--run", help="Folder of a finished run.")]
+
+
+@app.command("eval")
+@_with_plain_errors
+def evaluate(
+    run: RUN = Path(TrainConfig.out),
+    data: Annotated[str | None, typer.Option(help="Other data than the run's: a .jsonl or .csv table.")] = None,
+    rerank: Annotated[int | None, typer.Option(help="Order the best N again by the matching head.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Evaluate retrieval with a finished run: its own evaluation crops and captions, or other data."""
+    from moe_zero.recipes.trained import TrainedRun
+
+    changes = {name: value for name, value in (("data", data), ("rerank", rerank)) if value is not None}
+    with joined() as processes:
+        found = TrainedRun.open(run, processes, **changes).retrieve()
+    if as_json:
+        print(json.dumps(found.figures(), indent=2))
+    else:
+        Reporter(processes.is_first).retrieval(found)
+
+
+@app.command("query")
+@_with_plain_errors
+def query(
+    text: Annotated[str | None, typer.Option(help="Rank the run's pictures for this sentence.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Rank the run's captions for this picture.")] = None,
+    run: RUN = Path(TrainConfig.out),
+    top: Annotated[int, typer.Option(help="How many to show.", min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ranking as JSON.")] = False,
+) -> None:
+    """Search with a finished run: pictures for a sentence, or captions for a picture."""
+    if (text is None) == (image is None):
+        raise ValueError("query takes either --text or --image")
+    if text is not None and not text.strip():
+        raise ValueError(f"text is {text!r}; it must be a sentence")
+    from moe_zero.recipes.trained import TrainedRun
+
+    with joined() as processes:
+        trained = TrainedRun.open(run, processes)
+        ranking = trained.rank_pictures(text) if text is not None else trained.rank_captions(image)
+    if as_json:
+        print(json.dumps([{"match": name, "similarity": score} for name, score in ranking[:top]], indent=2))
+    else:
+        Reporter(processes.is_first).ranking(f"Best for {text or image}", ranking[:top])

@@ -1,0 +1,96 @@
+"""What one sees of a run: a live line in a terminal, plain lines in a pipe, tables at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from moe_zero.recipes.retrieval import Retrieval
+
+
+class Reporter:
+    """Everything that a run says. Only the first process speaks.
+
+    Args:
+        speaks: whether this process does.
+        every: steps between lines where the output is no terminal.
+    """
+
+    def __init__(self, speaks: bool, every: int = 10):
+        self.console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
+        self.every = every
+        self.live = speaks and self.console.is_terminal
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    @contextmanager
+    def steps(self, first: int, total: int) -> Iterator[StepReport]:
+        """While training goes on; gives what takes each step's figures."""
+        with Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.live,
+        ) as progress:
+            yield StepReport(self, progress, progress.add_task("train", total=total, completed=first, figures=""))
+
+    def counting(self, text: str):
+        """A function of (done, total) that says how far a longer piece of work is."""
+
+        def count(done: int, total: int) -> None:
+            if self.live:
+                self.console.print(f"{text} {done}/{total}", end="\n" if done == total else "\r", markup=False)
+            elif done == total:
+                self.say(f"{text} {done}/{total}")
+
+        return count
+
+    def retrieval(self, result: Retrieval) -> None:
+        table = Table(title="Retrieval on unseen crops and wordings", title_justify="left")
+        for column in ("", "R@1", "chance", "R@5", "chance", "searches", "candidates"):
+            table.add_column(column, justify="left" if not column else "right")
+        for name, found in (("image to text", result.image_to_text), ("text to image", result.text_to_image)):
+            shares = (found.r1, found.chance_r1, found.r5, found.chance_r5)
+            table.add_row(name, *(f"{share:.1%}" for share in shares), str(found.queries), str(found.candidates))
+        self.console.print(table)
+
+    def ranking(self, title: str, rows: Sequence[tuple[str, float]]) -> None:
+        """The best of a search, each with its similarity."""
+        table = Table(title=title, title_justify="left")
+        table.add_column("", justify="right")
+        table.add_column("match")
+        table.add_column("similarity", justify="right")
+        for place, (name, score) in enumerate(rows, 1):
+            table.add_row(str(place), name, f"{score:.3f}")
+        self.console.print(table)
+
+    def files(self, folder: Path, names: Sequence[str]) -> None:
+        self.say(f"Written to {folder}: {', '.join(names)}")
+
+
+class StepReport:
+    """Takes the figures of each step, as they stand in ``metrics.jsonl``."""
+
+    def __init__(self, reporter: Reporter, progress: Progress, task):
+        self.reporter, self.progress, self.task = reporter, progress, task
+
+    def __call__(self, row: dict, total: int) -> None:
+        accuracy = f"acc {row['itc_accuracy']:.2f}"
+        if "itm_accuracy" in row:
+            accuracy += f"/{row['itm_accuracy']:.2f}"
+        figures = (
+            f"loss {row['loss']:.3f}  {accuracy}  lr {row['lr']:.1e}  "
+            f"{row['samples_per_second']:.1f} samples/s  {row['memory_mib'] / 1024:.2f} GiB"
+        )
+        self.progress.update(self.task, completed=row["step"], figures=figures)
+        if not self.reporter.live and (row["step"] % self.reporter.every == 0 or row["step"] in (1, total)):
+            self.reporter.say(f"step {row['step']}/{total}  {figures}")

@@ -1,0 +1,328 @@
+"""The main job: train a Q-Former on photographs and captions, sharded over processes, and evaluate retrieval.
+
+`train` is called once, by the command line or by you; `run` is what each process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from moe_zero.qformer import QFormerLayer
+from moe_zero.recipes.config import TrainConfig
+from moe_zero.recipes.plots import draw_experts, draw_losses, draw_similarity
+from moe_zero.recipes.prepare import Prepared, build_model, load_data_once, prepare
+from moe_zero.recipes.processes import Processes, StopSignal, joined, launch, peak_memory_mib
+from moe_zero.recipes.progress import Reporter
+from moe_zero.recipes.retrieval import Retrieval, retrieve
+from moe_zero.zero import load_checkpoint, save_checkpoint, shard
+
+CONFIG, METRICS, SUMMARY, MODEL = "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors"
+CHECKPOINTS = "checkpoints"
+KEPT_CHECKPOINTS = 2
+
+
+def train(config: TrainConfig) -> dict:
+    """Train as ``config`` says, in as many processes, and return what ``summary.json`` holds.
+
+    Raises:
+        FileExistsError: the folder already holds a run, and neither ``resume`` nor ``overwrite`` is set.
+        DataError, FileNotFoundError, ImportError, ValueError: something in the data or the options is wrong.
+        KeyboardInterrupt: the run was interrupted, after it wrote a checkpoint.
+        WorkerError: a process failed.
+    """
+    folder = Path(config.out)
+    load_data_once(config)  # so that errors in the data show before processes are started
+    _open_folder(folder, config)
+    return launch(run, config.nproc, config)
+
+
+def _open_folder(folder: Path, config: TrainConfig) -> None:
+    started = folder / CONFIG
+    if config.resume and started.exists():
+        config.check_resumes(TrainConfig.load(started))
+        return
+    if started.exists() and not config.overwrite:
+        raise FileExistsError(
+            f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, or choose another --out"
+        )
+    if started.exists():
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        for name in (METRICS, SUMMARY, MODEL):
+            (folder / name).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.with_(resume=False, overwrite=False).save(started)
+
+
+def run(config: TrainConfig) -> dict:
+    """One process's part of `train`: call it under torchrun, where `train` would do the same."""
+    started = time.perf_counter()
+    with StopSignal() as stop, joined(config.device, config.threads) as processes:
+        if config.batch_size % processes.world_size:
+            raise ValueError(
+                f"batch_size is {config.batch_size}; it must be a multiple of the {processes.world_size} processes, "
+                "which take equal parts of it"
+            )
+        reporter = Reporter(processes.is_first, config.log_every)
+        prepared = prepare(config, processes, counting=reporter.counting)
+        data = prepared.data
+        held_out = sum(picture.held_out_captions for picture in data.eval)
+        reporter.say(
+            f"{len(data.train)} pictures to train on, {len(data.eval)} to evaluate with "
+            f"({held_out} of them with captions not trained on), {len(data.skipped)} bad rows left out"
+        )
+        for row in data.skipped[:5]:
+            reporter.say(f"  left out: {row}")
+        job = Job(config, processes, prepared)
+        reporter.say(
+            f"{job.parameters / 1e6:.1f} M parameters on {processes.world_size} process"
+            f"{'es' * (processes.world_size > 1)} ({processes.device.type}), {config.precision}, seed {config.seed}"
+        )
+        first = job.resume()
+        if first:
+            reporter.say(f"resumed at step {first}")
+        train_started = time.perf_counter()
+        finished = job.fit(first, reporter, stop)
+        train_seconds = time.perf_counter() - train_started
+        if not finished:
+            raise KeyboardInterrupt(f"stopped; resume with --out {config.out} --resume")
+
+        evaluate_started = time.perf_counter()
+        found = evaluate(job.sharded, prepared, processes, config)
+        evaluate_seconds = time.perf_counter() - evaluate_started
+        reporter.retrieval(found)
+        weights = job.sharded.state_dict_full()
+        memory = processes.concatenated(
+            torch.tensor([peak_memory_mib(processes.device)], dtype=torch.float64, device=processes.device)
+        )
+        summary = {
+            "retrieval": found.figures(),
+            "data": {
+                "train_pictures": len(data.train),
+                "eval_pictures": len(data.eval),
+                "pictures_with_held_out_captions": held_out,
+                "skipped_rows": len(data.skipped),
+            },
+            "model": {"parameters": job.parameters, "preset": config.preset},
+            "seconds": {
+                "features": prepared.seconds,
+                "train": train_seconds,
+                "evaluate": evaluate_seconds,
+                "total": time.perf_counter() - started,
+                "step_median": job.median_step_seconds(),
+            },
+            "peak_memory_mib": memory.tolist(),
+            "processes": processes.world_size,
+            "threads": torch.get_num_threads(),
+            "device": processes.device.type,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        if processes.is_first:
+            folder = Path(config.out)
+            save_file({name: value.contiguous().cpu() for name, value in weights.items()}, folder / MODEL)
+            summary["final"] = json.loads((folder / METRICS).read_text().splitlines()[-1])
+            pictures = draw_all(folder, found, prepared)
+            (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+            reporter.files(folder, [SUMMARY, METRICS, MODEL, *pictures])
+        processes.barrier()
+        return summary
+
+
+class Job:
+    """The sharded model with its optimizer, its place in the data, and its folder."""
+
+    def __init__(self, config: TrainConfig, processes: Processes, prepared: Prepared):
+        self.config, self.processes = config, processes
+        self.folder = Path(config.out)
+        self.source = prepared.batches()
+        model = build_model(config, prepared.encoder_width).to(processes.device)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.sharded = shard(model, QFormerLayer, group_fn=_decay_group)
+        self.optimizer = torch.optim.AdamW(
+            self.sharded.param_groups([{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]), lr=config.lr
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
+        torch.manual_seed(config.seed + 1 + processes.rank)  # dropout differs between ranks
+        self.step_seconds: list[float] = []
+
+    def resume(self) -> int:
+        """Load the newest checkpoint, if ``resume`` is set and there is one, and return the steps already done."""
+        checkpoints = _checkpoints(self.folder) if self.config.resume else []
+        if not checkpoints:
+            return 0
+        extra = load_checkpoint(checkpoints[-1], self.sharded, self.optimizer, self.scheduler)
+        if self.processes.is_first:
+            _cut_metrics(self.folder / METRICS, extra["step"])
+        self.processes.barrier()
+        return extra["step"]
+
+    def save(self, step: int) -> None:
+        directory = self.folder / CHECKPOINTS / f"step-{step:07d}"
+        save_checkpoint(directory, self.sharded, self.optimizer, self.scheduler, extra={"step": step})
+        if self.processes.is_first:
+            for old in _checkpoints(self.folder)[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def fit(self, first: int, reporter: Reporter, stop: StopSignal) -> bool:
+        """Train from step ``first`` on; False if a signal ended it. Either way the last step has its checkpoint."""
+        config, saved = self.config, first
+        with contextlib.ExitStack() as stack:
+            report = stack.enter_context(reporter.steps(first, config.steps))
+            metrics = None
+            if self.processes.is_first:
+                metrics = stack.enter_context(open(self.folder / METRICS, "a", encoding="utf-8"))
+            for step in range(first, config.steps):
+                row, stopping = self.step(step, stop.received)
+                if metrics is not None:
+                    metrics.write(json.dumps(row) + "\n")
+                    metrics.flush()
+                report(row, config.steps)
+                done = step + 1
+                due = config.checkpoint_every and done % config.checkpoint_every == 0
+                if due or stopping or done == config.steps:
+                    self.save(done)
+                    saved = done
+                if stopping:
+                    break
+        return saved == config.steps
+
+    def step(self, step: int, stopping: bool) -> tuple[dict[str, Any], bool]:
+        """One optimizer step. Returns its figures, means over the processes, and whether any process is to stop."""
+        start = time.perf_counter()
+        config, processes = self.config, self.processes
+        batch = self.source.batch(step, processes.rank, processes.world_size)
+        batch = type(batch)(*(tensor.to(processes.device, non_blocking=True) for tensor in batch))
+        with autocast(config, processes):
+            losses = self.sharded(
+                batch.image_features,
+                batch.input_ids,
+                batch.attention_mask,
+                image_ids=batch.image_ids,
+                negative_draws=batch.negative_draws,
+            )
+        losses.total.backward()
+        grad_norm = self.sharded.clip_grad_norm_(config.clip_norm or math.inf)
+        lr = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        flag = losses.total.new_tensor(float(stopping))
+        figures = processes.mean(torch.stack([losses.total.detach(), *losses[1:], flag])).tolist()
+        seconds = time.perf_counter() - start
+        self.step_seconds.append(seconds)
+        row = dict(zip(("loss", *losses._fields[1:]), figures))
+        if "itm" not in config.objectives:
+            del row["itm"], row["itm_accuracy"]
+        return {
+            "step": step + 1,
+            **row,
+            "lr": lr,
+            "grad_norm": float(grad_norm),
+            "seconds": seconds,
+            "samples_per_second": config.batch_size / seconds,
+            "memory_mib": peak_memory_mib(processes.device),
+        }, figures[-1] > 0
+
+    def median_step_seconds(self) -> float | None:
+        times = sorted(self.step_seconds)
+        return times[len(times) // 2] if times else None
+
+
+def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
+    """Step to learning rate over ``config.lr``: a straight rise, then half a cosine down to ``min_lr``."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        low = config.min_lr / config.lr
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return factor
+
+
+def autocast(config: TrainConfig, processes: Processes):
+    """The context that the model runs in: products in bf16 where ``precision`` says so."""
+    return torch.autocast(processes.device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
+def evaluate(model: nn.Module, prepared: Prepared, processes: Processes, config: TrainConfig) -> Retrieval:
+    """Retrieval among the evaluation crops and captions; every process takes part."""
+    image, image_owner = prepared.eval_images()
+    captions, text_owner = prepared.eval_texts()
+    was_training = model.training
+    model.eval()
+    found = retrieve(
+        model,
+        image,
+        image_owner,
+        captions,
+        text_owner,
+        processes,
+        autocast=lambda: autocast(config, processes),
+        rerank=config.rerank,
+    )
+    model.train(was_training)
+    return found
+
+
+def draw_all(folder: Path, found: Retrieval, prepared: Prepared) -> list[str]:
+    """The PNG files of a run; returns their names."""
+    from moe_zero.recipes.data import read_image
+    from moe_zero.recipes.plots import SHOWN
+
+    names = [picture.name for picture in prepared.data.eval]
+    drawn = ["losses.png", "similarity.png"]
+    draw_losses(folder / METRICS, folder / drawn[0])
+    draw_similarity(found, names, folder / drawn[1])
+    if found.routes_IL is not None:
+        thumbnails = []
+        for picture in prepared.data.eval[:SHOWN]:
+            image = read_image(picture.path)
+            image.thumbnail((96, 96))
+            thumbnails.append(image)
+        qformer = prepared.config.qformer(prepared.encoder_width)
+        drawn.append("experts.png")
+        draw_experts(
+            found.routes_IL,
+            found.image_owner_I,
+            thumbnails,
+            names,
+            qformer.routed_layers,
+            qformer.num_experts - 1,
+            folder / drawn[2],
+        )
+    return drawn
+
+
+def _decay_group(name: str, parameter: nn.Parameter) -> int:
+    """0: decays; 1: biases, norms and the temperature, which don't."""
+    return int(parameter.ndim < 2)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first. One that was being written lies under another name."""
+    return sorted((folder / CHECKPOINTS).glob("step-" + "[0-9]" * 7))
+
+
+def _cut_metrics(file: Path, steps: int) -> None:
+    """Drop the lines of steps after the checkpoint, which will be done again, and one that was cut off by a kill."""
+    kept = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            if json.loads(line)["step"] <= steps:
+                kept.append(line + "\n")
+        except ValueError:
+            break
+    file.write_text("".join(kept))
