@@ -122,6 +122,9 @@ std::string check_tensors(const Table& table, const TensorView* tensors, int64_t
       return name(i) + " has " + std::to_string(tensors[i].numel) + " elements, but the plan was made for " +
              std::to_string(table.sizes[i]);
     }
+    if (tensors[i].present && tensors[i].numel > 0 && !tensors[i].data) {
+      return name(i) + " has no memory (its storage was freed)";
+    }
   }
   return "";
 }

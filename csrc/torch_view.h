@@ -15,9 +15,9 @@ namespace moe_zero {
 
 using torch::stable::Tensor;
 
-// Reaches Python as a RuntimeError; moe_zero/ops/flat.py makes a ValueError of those with this prefix.
+// Reaches Python as a ValueError.
 inline void require(const std::string& problem) {
-  if (!problem.empty()) throw std::invalid_argument("moe_zero: " + problem);
+  if (!problem.empty()) throw std::invalid_argument(problem);
 }
 
 // False for a dtype that a flat buffer does not hold. Tensor::scalar_type() throws on the dtypes that it does not
@@ -119,35 +119,18 @@ inline RowsView view_rows(const Tensor& out, const Tensor& rows) {
 }
 
 // The optional result tensor [2]: sum of squares, and 1 if any value was inf or NaN.
-class StatsOut {
- public:
+struct StatsOut {
+  void* data = nullptr;
+  DType dtype = DType::kFloat64;
+
   StatsOut(const std::optional<Tensor>& stats, const Tensor& like) {
     if (!stats) return;
-    if (!view_dtype(*stats, &dtype_) || dtype_ == DType::kFloat16 || dtype_ == DType::kBFloat16 ||
-        stats->numel() != 2 || !stats->is_contiguous() || !same_device(*stats, like)) {
+    if (!view_dtype(*stats, &dtype) || dtype == DType::kFloat16 || dtype == DType::kBFloat16 || stats->numel() != 2 ||
+        !stats->is_contiguous() || !same_device(*stats, like)) {
       require("stats must be a float32 or float64 tensor of shape [2] on the device of the flat buffer");
     }
-    data_ = stats->mutable_data_ptr();
+    data = stats->mutable_data_ptr();
   }
-
-  void write(const Stats& sums) const {
-    if (!data_) return;
-    const double values[] = {sums.sum_of_squares, sums.non_finite ? 1.0 : 0.0};
-    for (int i = 0; i < 2; ++i) {
-      if (dtype_ == DType::kFloat64) {
-        static_cast<double*>(data_)[i] = values[i];
-      } else {
-        static_cast<float*>(data_)[i] = static_cast<float>(values[i]);
-      }
-    }
-  }
-
-  void* data() const { return data_; }
-  DType dtype() const { return dtype_; }
-
- private:
-  void* data_ = nullptr;
-  DType dtype_ = DType::kFloat64;
 };
 
 }  // namespace moe_zero

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -32,47 +32,44 @@ def build_info() -> dict:
         return {}
 
 
-def _find(name: str) -> str | None:
+def _load(
+    name: str, needs: str | None = None, architectures: tuple[str, ...] = ()
+) -> tuple[Extension, ModuleType | None]:
     spec = importlib.util.find_spec(f"moe_zero.{name}")
-    return spec.origin if spec else None
-
-
-def _load_flat_plan() -> tuple[Extension, ModuleType | None]:
-    path = _find("_flat_plan")
-    if path is None:
-        return Extension("_flat_plan", None, False, (), f"not built for this Python; {_REBUILD}"), None
+    if spec is None:
+        skipped = build_info().get("skipped", {}).get(f"moe_zero.{name}")
+        reason = (
+            f"skipped when the package was built: {skipped}" if skipped else f"not built for this Python; {_REBUILD}"
+        )
+        return Extension(name, None, False, (), reason), None
+    if needs:
+        return Extension(name, spec.origin, False, architectures, needs), None
     try:
-        module = importlib.import_module("moe_zero._flat_plan")
-    except ImportError as error:
-        return Extension("_flat_plan", path, False, (), f"{error}; {_REBUILD}"), None
-    return Extension("_flat_plan", path, True, (), None), module
-
-
-def _load_operators(name: str, architectures: tuple[str, ...]) -> Extension:
-    path = _find(name)
-    if path is None:
-        reason = build_info().get("skipped", {}).get(f"moe_zero.{name}")
-        reason = f"skipped when the package was built: {reason}" if reason else f"not built; {_REBUILD}"
-        return Extension(name, None, False, (), reason)
-    if name == "_ops_cuda" and torch.version.cuda is None:
-        return Extension(name, path, False, (), f"torch {torch.__version__} has no CUDA; install a CUDA build of torch")
-    try:
-        torch.ops.load_library(path)
-    except (OSError, RuntimeError) as error:
-        hint = "torch 2.10 or newer is needed" if torch.__version__ < "2.10" else _REBUILD
-        return Extension(name, path, False, architectures, f"{error}; {hint}")
-    return Extension(name, path, True, architectures, None)
+        module = importlib.import_module(f"moe_zero.{name}")
+    except (ImportError, OSError, RuntimeError) as error:
+        old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10)
+        remedy = "torch 2.10 or newer is needed" if old else _REBUILD
+        return Extension(name, spec.origin, False, architectures, f"{error}; {remedy}"), None
+    if hasattr(module, "init"):
+        module.init(torch.Tensor, torch.nn.Parameter)
+    return Extension(name, spec.origin, True, architectures, None), module
 
 
 def _cuda_architectures() -> tuple[str, ...]:
     return tuple(arch for arch in build_info().get("cuda_architectures", "").replace(" ", ";").split(";") if arch)
 
 
-_flat_plan_extension, flat_plan = _load_flat_plan()
-_cpu_extension = _load_operators("_ops_cpu", ())
-_cuda_extension = _load_operators("_ops_cuda", _cuda_architectures())
+_NO_CUDA = None if torch.version.cuda else f"torch {torch.__version__} has no CUDA; install a CUDA build of torch"
+
+_flat_plan_extension, flat_plan = _load("_flat_plan")
+_cpu_extension, ops_cpu = _load("_ops_cpu")
+_cuda_extension, ops_cuda = _load("_ops_cuda", _NO_CUDA, _cuda_architectures())
 
 
 def extensions() -> list[Extension]:
-    """The three extensions of the package, in the order in which they build on each other."""
-    return [_flat_plan_extension, _cpu_extension, _cuda_extension]
+    """The three extensions of the package, in the order in which they build on each other. For the CPU operators the
+    architecture is the instruction set in use."""
+    cpu = _cpu_extension
+    if ops_cpu is not None:
+        cpu = replace(cpu, architectures=(ops_cpu.kernels(),))
+    return [_flat_plan_extension, cpu, _cuda_extension]

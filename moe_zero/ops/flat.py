@@ -11,6 +11,7 @@ write, so that autograd notices saved tensors that were overwritten.
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -364,19 +365,17 @@ _bump_version("sum_rows_", lambda out, rows, scale, accumulate, stats: [out, *([
 # --- public functions ------------------------------------------------------------------------------------------------
 
 
-def _compiled(device: torch.device) -> bool:
-    _, cpu, cuda = _extensions.extensions()
-    return cpu.loaded if device.type == "cpu" else cuda.loaded and device.type == "cuda"
+def _backend(device: torch.device) -> ModuleType | None:
+    if device.type == "cpu":
+        return _extensions.ops_cpu
+    return _extensions.ops_cuda if device.type == "cuda" else None
 
 
-def _call(operator: Callable[..., None], *args: object) -> None:
-    try:
-        operator(*args)
-    except RuntimeError as error:
-        message = str(error)
-        if not message.startswith("moe_zero: "):
-            raise
-        raise ValueError(message.removeprefix("moe_zero: ")) from None
+def _eager() -> bool:
+    """Whether nothing wants to see the operator: then a call can skip the dispatcher, which costs a microsecond a tensor."""
+    return not (
+        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
+    )
 
 
 def pack(
@@ -408,14 +407,20 @@ def pack(
     Raises:
         ValueError: sizes, dtypes or devices do not fit, or a tensor shares memory with ``out``. Nothing was written.
     """
+    if out is None:
+        out = _new_flat(tensors, plan)
+    backend = _backend(out.device)
+    if backend is None:
+        return pack_reference(tensors, plan, out, scale=scale, stats=stats)
+    _check_flat(out, plan, "out")
+    if _eager() and backend.pack(out, tensors, plan.table, scale, stats):
+        torch.autograd.graph.increment_version(out if stats is None else (out, stats))
+        return out
+    _check_tensors(tensors, plan, out, "out")
+    _check_stats(stats, out.device)
+    table = plan.device_table(out.device) if out.is_cuda else None
     with torch.no_grad():
-        if out is None:
-            out = _new_flat(tensors, plan)
-        if not _compiled(out.device):
-            return pack_reference(tensors, plan, out, scale=scale, stats=stats)
-        _check_pack(tensors, plan, out, stats)
-        table = plan.device_table(out.device) if out.is_cuda else None
-        _call(torch.ops.moe_zero.pack_, out, list(tensors), plan.table, table, scale, stats)
+        torch.ops.moe_zero.pack_(out, list(tensors), plan.table, table, scale, stats)
     return out
 
 
@@ -435,12 +440,16 @@ def unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulat
         ValueError: sizes, dtypes or devices do not fit, or tensors share memory with each other or with ``flat``. Nothing was
             written.
     """
+    backend = _backend(flat.device)
+    if backend is None:
+        return unpack_reference(flat, plan, tensors, accumulate=accumulate)
+    _check_flat(flat, plan, "flat")
+    if _eager() and backend.unpack(flat, tensors, plan.table, accumulate):
+        return torch.autograd.graph.increment_version(tensors)
+    _check_unpack(flat, plan, tensors)
+    table = plan.device_table(flat.device) if flat.is_cuda else None
     with torch.no_grad():
-        if not _compiled(flat.device):
-            return unpack_reference(flat, plan, tensors, accumulate=accumulate)
-        _check_unpack(flat, plan, tensors)
-        table = plan.device_table(flat.device) if flat.is_cuda else None
-        _call(torch.ops.moe_zero.unpack_, list(tensors), flat, plan.table, table, accumulate)
+        torch.ops.moe_zero.unpack_(list(tensors), flat, plan.table, table, accumulate)
 
 
 def sum_rows(
@@ -457,8 +466,8 @@ def sum_rows(
         accumulate: add to ``out``.
         stats: as in ``pack``, about what was written to ``out``.
     """
+    if _backend(out.device) is None:
+        return sum_rows_reference(rows, out, scale=scale, accumulate=accumulate, stats=stats)
+    _check_stats(stats, out.device)
     with torch.no_grad():
-        if not _compiled(out.device):
-            return sum_rows_reference(rows, out, scale=scale, accumulate=accumulate, stats=stats)
-        _check_stats(stats, out.device)
-        _call(torch.ops.moe_zero.sum_rows_, out, rows, scale, accumulate, stats)
+        torch.ops.moe_zero.sum_rows_(out, rows, scale, accumulate, stats)
