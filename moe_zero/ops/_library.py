@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -49,14 +50,23 @@ def accumulate_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
+def promote(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Convert the tensors to the dtype that all promote to, as an arithmetic expression of them would."""
+    dtypes = {tensor.dtype for tensors in lists for tensor in tensors}
+    if len(dtypes) == 1:
+        return [list(tensors) for tensors in lists]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return [[tensor.to(dtype) for tensor in tensors] for tensors in lists]
+
+
 _LIBRARY = torch.library.Library("moe_zero", "FRAGMENT")
 
 
-def register_autocast(op: torch.library.CustomOpDef, *, cast: bool) -> None:
+def register_autocast(op: torch.library.CustomOpDef, *, cast: Sequence[int] = ()) -> None:
     """Run an operator with autocast off, so that nothing inside of it is rounded behind its back.
 
-    With ``cast`` its float inputs are converted to autocast's dtype first (fp64 excepted); without, the operator takes
-    them as they are. torch's own ``register_autocast`` would fix one dtype for all users.
+    The arguments at the positions ``cast`` (tensors or lists of them) are converted to autocast's dtype first, fp64
+    excepted; the others are taken as they are. torch's own ``register_autocast`` converts all, to one fixed dtype.
     """
     name = op._qualname.removeprefix("moe_zero::")
     for device in ("cpu", "cuda"):
@@ -64,11 +74,12 @@ def register_autocast(op: torch.library.CustomOpDef, *, cast: bool) -> None:
         def kernel(*args, device=device):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):
-                return op(*tree_map(lambda arg: _cast(arg, dtype), args)) if cast else op(*args)
+                return op(*(_cast(arg, dtype) if index in cast else arg for index, arg in enumerate(args)))
 
         _LIBRARY.impl(name, kernel, f"Autocast{device.upper()}")
 
 
-def _cast(value, dtype: torch.dtype):
-    castable = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-    return value.to(dtype) if castable else value
+def _cast(value: Tensor | list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
+    if isinstance(value, Tensor):
+        return value if value.dtype == torch.float64 else value.to(dtype)
+    return [_cast(tensor, dtype) for tensor in value]

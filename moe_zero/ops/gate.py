@@ -195,5 +195,5 @@ def _backward(ctx, grad_weights_TK, _ids, grad_probs_TE, _counts, grad_importanc
 
 
 _gate.register_autograd(_backward, setup_context=_setup_context)
-register_autocast(_gate, cast=False)
-register_autocast(_gate_backward, cast=False)
+register_autocast(_gate)
+register_autocast(_gate_backward)
