@@ -101,7 +101,7 @@ struct Call {
     TensorView geometry;
     geometry.set_geometry(flat.shape, flat.strides, flat.ndim);
     flat_bytes = geometry.numel * flat.dtype_bits / 8;
-    return geometry.dense;
+    return geometry.dense();
   }
 
   bool read_views(PyObject* sequence) {

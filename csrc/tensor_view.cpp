@@ -27,14 +27,21 @@ template <typename Visit>
 bool for_each_element(const TensorView& view, const Visit& visit) {
   const auto base = reinterpret_cast<uintptr_t>(view.data);
   const int64_t item = dtype_size(view.dtype);
-  std::vector<int64_t> index(view.ndim, 0);
+  if (view.dense()) {
+    for (int64_t i = 0; i < view.numel; ++i) {
+      if (!visit(base + i * item)) return false;
+    }
+    return true;
+  }
+  const Geometry& geometry = *view.geometry;
+  std::vector<int64_t> index(geometry.ndim(), 0);
   int64_t offset = 0;
   for (int64_t i = 0; i < view.numel; ++i) {
-    if (!visit(base + (view.dense ? i : offset) * item)) return false;
-    for (int d = view.ndim - 1; d >= 0 && !view.dense; --d) {
-      offset += view.strides[d];
-      if (++index[d] < view.sizes[d]) break;
-      offset -= view.strides[d] * view.sizes[d];
+    if (!visit(base + offset * item)) return false;
+    for (int d = geometry.ndim() - 1; d >= 0; --d) {
+      offset += geometry.strides[d];
+      if (++index[d] < geometry.sizes[d]) break;
+      offset -= geometry.strides[d] * geometry.sizes[d];
       index[d] = 0;
     }
   }
@@ -60,54 +67,48 @@ bool any_byte_twice(const std::vector<const TensorView*>& views, uintptr_t begin
 }
 
 // True when dimensions sorted by stride each step over all that lies below them: then no element repeats.
-bool nests(const TensorView& view) {
-  std::vector<int> order(view.ndim);
-  for (int d = 0; d < view.ndim; ++d) order[d] = d;
-  std::sort(order.begin(), order.end(), [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+bool nests(const Geometry& geometry) {
+  std::vector<int> order(geometry.ndim());
+  for (int d = 0; d < geometry.ndim(); ++d) order[d] = d;
+  const std::vector<int64_t>&sizes = geometry.sizes, &strides = geometry.strides;
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return strides[a] < strides[b]; });
   int64_t span = 0;
   for (int d : order) {
-    if (view.strides[d] <= span) return false;
-    span += view.strides[d] * (view.sizes[d] - 1);
+    if (strides[d] <= span) return false;
+    span += strides[d] * (sizes[d] - 1);
   }
   return true;
 }
 
 }  // namespace
 
-void TensorView::set_geometry(const int64_t* all_sizes, const int64_t* all_strides, int all_dims) {
+void TensorView::set_geometry(const int64_t* sizes, const int64_t* strides, int ndim) {
   numel = 1;
-  for (int d = 0; d < all_dims; ++d) numel *= all_sizes[d];
-  ndim = 0;
-  dense = true;
-  if (numel <= 1) return;
-  int64_t expected = 1;
-  for (int d = all_dims - 1; d >= 0 && dense; --d) {
-    dense = all_sizes[d] == 1 || all_strides[d] == expected;
-    expected *= all_sizes[d];
+  bool is_dense = true;
+  for (int d = ndim - 1; d >= 0; --d) {
+    is_dense = is_dense && (!strides || sizes[d] == 1 || strides[d] == numel);
+    numel *= sizes[d];
   }
-  if (dense) return;
-  sizes.clear();
-  strides.clear();
-  for (int d = 0; d < all_dims; ++d) {
-    if (all_sizes[d] == 1) continue;
-    if (!sizes.empty() && strides.back() == all_strides[d] * all_sizes[d]) {
-      sizes.back() *= all_sizes[d];
-      strides.back() = all_strides[d];
+  geometry.reset();
+  if (is_dense || numel <= 1) return;
+  geometry = std::make_unique<Geometry>();
+  for (int d = 0; d < ndim; ++d) {
+    if (sizes[d] == 1) continue;
+    if (geometry->ndim() > 0 && geometry->strides.back() == strides[d] * sizes[d]) {
+      geometry->sizes.back() *= sizes[d];
+      geometry->strides.back() = strides[d];
     } else {
-      sizes.push_back(all_sizes[d]);
-      strides.push_back(all_strides[d]);
+      geometry->sizes.push_back(sizes[d]);
+      geometry->strides.push_back(strides[d]);
     }
   }
-  ndim = static_cast<int>(sizes.size());
 }
 
 void TensorView::extent(int64_t* below, int64_t* above) const {
   *below = 0;
-  *above = numel - 1;
-  if (dense) return;
-  *above = 0;
-  for (int d = 0; d < ndim; ++d) {
-    const int64_t reach = strides[d] * (sizes[d] - 1);
+  *above = dense() ? numel - 1 : 0;
+  for (int d = 0; !dense() && d < geometry->ndim(); ++d) {
+    const int64_t reach = geometry->strides[d] * (geometry->sizes[d] - 1);
     (reach < 0 ? *below : *above) += reach;
   }
 }
@@ -158,7 +159,7 @@ std::string check_targets(const TensorView* tensors, int64_t num_tensors, const 
     if (ranges.back().begin < begin + flat_bytes && begin < ranges.back().end) {
       return name(i) + " shares memory with the flat buffer that is read";
     }
-    if (!tensors[i].dense && !nests(tensors[i]) &&
+    if (!tensors[i].dense() && !nests(*tensors[i].geometry) &&
         any_byte_twice({&tensors[i]}, ranges.back().begin, ranges.back().end)) {
       return name(i) + " has several elements at the same address (an expanded tensor?); it cannot be written";
     }
@@ -168,9 +169,9 @@ std::string check_targets(const TensorView* tensors, int64_t num_tensors, const 
   for (size_t first = 0; first < ranges.size();) {
     uintptr_t end = ranges[first].end;
     size_t last = first + 1;
-    bool dense = tensors[ranges[first].index].dense;
+    bool dense = tensors[ranges[first].index].dense();
     for (; last < ranges.size() && ranges[last].begin < end; ++last) {
-      dense = dense && tensors[ranges[last].index].dense;
+      dense = dense && tensors[ranges[last].index].dense();
       end = std::max(end, ranges[last].end);
     }
     if (last > first + 1) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,20 +14,27 @@ namespace moe_zero {
 
 constexpr int kMaxDims = 64;  // as in torch
 
-// Dimensions in row-major order with those of size 1 dropped and those that can be merged merged, so that a dense
-// tensor has at most one, of stride 1.
-struct TensorView {
-  void* data = nullptr;  // nullptr: the tensor is absent (None), and stands for zeros
-  bool present = false;
-  DType dtype = DType::kFloat32;
-  int64_t numel = 0;
-  int ndim = 0;
-  bool dense = true;
-  std::vector<int64_t> sizes;  // of a tensor that is not dense
+// Dimensions of a tensor that is not dense, in row-major order, those of size 1 dropped and those that can be merged
+// merged: at least one is left.
+struct Geometry {
+  std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
 
-  void set_geometry(const int64_t* all_sizes, const int64_t* all_strides, int all_dims);
-  // Elements between the lowest and the highest address of the tensor, both included.
+  int ndim() const { return static_cast<int>(sizes.size()); }
+};
+
+// Small, because a call makes one for every tensor.
+struct TensorView {
+  void* data = nullptr;
+  int64_t numel = 0;
+  std::unique_ptr<Geometry> geometry;  // nullptr: elements lie densely in row-major order
+  DType dtype = DType::kFloat32;
+  bool present = false;  // false: None, which stands for zeros
+
+  bool dense() const { return !geometry; }
+  // Sets numel and geometry. With strides == nullptr the tensor is dense.
+  void set_geometry(const int64_t* sizes, const int64_t* strides, int ndim);
+  // The lowest and the highest element in memory, relative to `data`, both included.
   void extent(int64_t* below, int64_t* above) const;
 };
 
