@@ -79,7 +79,7 @@ class TrainConfig:
 
     objectives: tuple[str, ...] = option(OBJECTIVES, "What to train: itc (contrastive), itm (matching).", panel="Training")
     gate_weight: float = option(0.01, "Weight of the gate loss, which keeps the experts evenly used.", panel="Training")
-    steps: int = option(100, "Optimizer steps.", panel="Training")
+    steps: int = option(60, "Optimizer steps.", panel="Training")
     batch_size: int = option(16, "Pairs in a step, over all processes together.", panel="Training")
     lr: float = option(3e-4, "Highest learning rate.", panel="Training")
     min_lr: float = option(1e-6, "Learning rate at the end of the cosine.", panel="Training")
@@ -88,7 +88,7 @@ class TrainConfig:
     clip_norm: float = option(1.0, "Largest gradient norm; 0 turns clipping off.", panel="Training")
     precision: str = option("fp32", "fp32, or bf16 for the products (weights and losses stay fp32).", panel="Training")
     dropout: float = option(0.0, "In attention and feed-forward.", panel="Training")
-    checkpoint_every: int = option(50, "Steps between checkpoints; 0 writes only the last.", panel="Training")
+    checkpoint_every: int = option(20, "Steps between checkpoints; 0 writes only the last.", panel="Training")
     log_every: int = option(10, "Steps between lines where the output is no terminal.", panel="Training")
     rerank: int = option(0, "Evaluation: order the best N of each query again by the matching head.", panel="Training")
 

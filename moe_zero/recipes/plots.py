@@ -35,30 +35,28 @@ def draw_losses(metrics: Path, file: Path) -> None:
     """Losses, accuracies, and learning rate with gradient norm over the steps, from a run's ``metrics.jsonl``."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [row["step"] for row in rows]
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    ((losses, accuracy), (rate, norm)) = figure.subplots(2, 2, sharex=True)
 
     def lines(axis, names: dict[str, str]) -> None:
         for colour, (key, label) in zip(COLOURS, names.items()):
             values = [row[key] for row in rows]
-            axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+            axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
             axis.plot(steps, _smooth(values), color=colour, label=label, linewidth=2)
-        axis.set_xlabel("step")
-        axis.legend()
 
-    matching = "itm" in rows[0]
-    lines(axes[0], {"loss": "total", "itc": "contrastive", **({"itm": "matching"} if matching else {}), "gate": "gate"})
-    axes[0].set(title="Losses", ylim=(0, None))
-    lines(axes[1], {"itc_accuracy": "contrastive", **({"itm_accuracy": "matching"} if matching else {})})
-    axes[1].set(title="Accuracy in the batch", ylim=(0, 1.03))
-    axes[2].plot(steps, [row["lr"] for row in rows], color=COLOURS[0], linewidth=2)
-    axes[2].set_title("Learning rate (blue) and gradient norm (grey)")
-    axes[2].set_xlabel("step")
-    axes[2].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    norm = axes[2].twinx()
-    norm.plot(steps, [row["grad_norm"] for row in rows], color=GREY, linewidth=1)
-    norm.set_yscale("log")
-    norm.grid(False)
+    matching = {"itm": "matching"} if "itm" in rows[0] else {}
+    lines(losses, {"loss": "total", "itc": "contrastive", **matching, "gate": "gate (before its weight)"})
+    losses.set(title="Losses", ylim=(0, None))
+    losses.legend()
+    lines(accuracy, {f"{key}_accuracy": label for key, label in {"itc": "contrastive", **matching}.items()})
+    accuracy.set(title="Accuracy in the batch", ylim=(0, 1.03))
+    accuracy.legend(loc="lower right")
+    rate.plot(steps, [row["lr"] for row in rows], color=GREY, linewidth=2)
+    rate.set(title="Learning rate", xlabel="step", ylim=(0, None))
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    norm.plot(steps, [row["grad_norm"] for row in rows], color=GREY, linewidth=1.5)
+    norm.set(title="Gradient norm, before clipping", xlabel="step", yscale="log")
+    figure.suptitle(f"{len(rows)} steps")
     figure.savefig(file, dpi=140)
 
 
@@ -114,11 +112,11 @@ def draw_experts(
         routed: number of routed experts.
     """
     pictures = owner_I.unique()[:SHOWN].tolist()
-    height = 1.6 + 0.42 * len(pictures)
+    height = 1.6 + 0.5 * len(pictures)
     figure = Figure(figsize=(2.6 + 1.9 * len(layers), height), layout="constrained")
-    axes = figure.subplots(1, len(layers) + 1, width_ratios=[0.35] + [1] * len(layers), sharey=True)
+    axes = figure.subplots(1, len(layers) + 1, width_ratios=[0.24] + [1] * len(layers), sharey=True)
     for row, picture in enumerate(pictures):
-        axes[0].imshow(thumbnails[picture], extent=(0, 1, row + 0.45, row - 0.45), aspect="auto")
+        axes[0].imshow(_middle(thumbnails[picture]), extent=(0, 1, row + 0.45, row - 0.45), aspect="auto")
     axes[0].set(xlim=(0, 1), ylim=(len(pictures) - 0.5, -0.5), xticks=[])
     axes[0].set_yticks(range(len(pictures)), [names[picture] for picture in pictures])
     axes[0].grid(False)
@@ -141,6 +139,14 @@ def draw_experts(
     figure.suptitle("Routed expert that the unseen crops of each picture took")
     figure.legend(handles, labels, loc="outside lower center", ncols=min(routed, 8), title="expert", frameon=False)
     figure.savefig(file, dpi=140)
+
+
+def _middle(image, ratio: float = 1.0):
+    """The largest part in the middle whose sides have that ratio, the one that a row of the plot shows undistorted."""
+    width, height = image.size
+    new_width, new_height = min(width, round(height * ratio)), min(height, round(width / ratio))
+    left, top = (width - new_width) // 2, (height - new_height) // 2
+    return image.crop((left, top, left + new_width, top + new_height))
 
 
 def _smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:

@@ -290,7 +290,7 @@ def draw_all(folder: Path, found: Retrieval, prepared: Prepared) -> list[str]:
         thumbnails = []
         for picture in prepared.data.eval[:SHOWN]:
             image = read_image(picture.path)
-            image.thumbnail((96, 96))
+            image.thumbnail((160, 160))
             thumbnails.append(image)
         qformer = prepared.config.qformer(prepared.encoder_width)
         drawn.append("experts.png")
