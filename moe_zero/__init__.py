@@ -4,4 +4,7 @@
 ``moe-zero doctor`` tells what is missing and what that costs.
 """
 
+from moe_zero.layers.patch import patch, unpatch
+
+__all__ = ["patch", "unpatch"]
 __version__ = "0.1.0"
