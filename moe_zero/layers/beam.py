@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_zero.layers.ffn import GeluFeedForward
 
-WEIGHT_TYPES = ("ffn_prob", "one_hot")
+WEIGHT_TYPES = ("ffn_prob", "scaled_prob", "one_hot")
 
 
 class BeamState(NamedTuple):
@@ -72,7 +72,8 @@ class BeamMoE(nn.Module):
         num_experts: E, at least 2; the last is the universal expert.
         num_beams: N, at least 2. Where a sample has fewer than K = N - 1 distinct routes yet (more beams than experts),
             the spare beams repeat one with score 0, so that a real route replaces them as soon as there is one.
-        weight_type: ``"ffn_prob"`` weighs a routed output by its probability, ``"one_hot"`` does not.
+        weight_type: ``"ffn_prob"`` weighs a routed output by its probability p, ``"scaled_prob"`` by R * p (1 where the
+            gate prefers no expert, as between equal experts), ``"one_hot"`` by 1.
         dropout: on the output of each expert.
 
     State dict: ``experts.{0..E-1}.dense{1,2}.{weight,bias}`` and ``gate.weight`` [1, D].
@@ -114,7 +115,7 @@ class BeamMoE(nn.Module):
             beams: what the previous routed layer returned; ``None`` in the first.
             num_best: how many routed beams leave; by default K = N - 1. The last routed layer needs 1.
 
-        The probabilities, and with ``"ffn_prob"`` the outputs, are differentiable; the choice of beams is not.
+        The probabilities, and with them the weights of the outputs, are differentiable; the choice of beams is not.
         """
         k = self.num_beams - 1 if num_best is None else num_best
         if beams is None:
@@ -130,8 +131,9 @@ class BeamMoE(nn.Module):
 
         best, beams = self._search(p_BC.detach(), beams, k)
         y_BkQD = y_BCQD.take_along_dim(best[:, :, None, None], dim=1)
-        if self.weight_type == "ffn_prob":
-            y_BkQD = p_BC.gather(1, best)[:, :, None, None] * y_BkQD
+        if self.weight_type != "one_hot":
+            scale = len(self.experts) - 1 if self.weight_type == "scaled_prob" else 1
+            y_BkQD = scale * p_BC.gather(1, best)[:, :, None, None] * y_BkQD
         hidden = torch.cat([y_BkQD, self.experts[-1](universal)], dim=1)
         return BeamMoEOutput(hidden, beams, p_BC.view(-1, len(self.experts) - 1).sum(0))
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from moe_zero.layers.beam import WEIGHT_TYPES
 
 RESIDUALS = ("row", "parent")
+MERGES = ("sum", "mean")
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,16 @@ class QFormerConfig:
     num_beams: int = 3
     """Beams of a sample, the universal one included; of no effect in a dense model."""
     weight_type: str = "ffn_prob"
-    """``"ffn_prob"``: a routed output is weighted by its expert's probability; ``"one_hot"``: it is not."""
+    """``"ffn_prob"``: a routed output is weighted by its expert's probability; ``"scaled_prob"``: by that times the
+    number of routed experts, which is 1 between equal experts; ``"one_hot"``: not at all."""
     residual_from: str = "row"
     """Where a routed beam takes its residual from: the ``"row"`` at the same place (as published checkpoints were
     trained) or its ``"parent"`` beam."""
+    merge: str = "sum"
+    """What becomes of the universal beam and the best routed one in the last routed layer: their ``"sum"`` (as
+    published) or their ``"mean"``, which keeps the scale of a dense layer."""
+    use_text: bool = True
+    """Whether there are text embeddings and text feed-forwards; without them the model takes queries alone."""
     layer_norm_eps: float = 1e-12
     vision_layer_norm_eps: float = 1e-5
     """Epsilon of ``ln_vision``, the LayerNorm on the image features."""
@@ -76,6 +83,7 @@ class QFormerConfig:
             object.__setattr__(self, name, self._checked_layers(name))
         _check_choice("weight_type", self.weight_type, WEIGHT_TYPES)
         _check_choice("residual_from", self.residual_from, RESIDUALS)
+        _check_choice("merge", self.merge, MERGES)
         for name in ("layer_norm_eps", "vision_layer_norm_eps", "initializer_range"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")

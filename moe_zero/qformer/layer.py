@@ -59,14 +59,15 @@ class QFormerLayer(nn.Module):
         self.attention = QFormerAttention(config)
         has_cross_attention = index in config.cross_attention_layers
         self.crossattention = QFormerAttention(config, cross=True) if has_cross_attention else None
-        self.intermediate = TextIntermediate(config)
-        self.output = ResidualOutput(config, config.intermediate_size)
+        self.intermediate = TextIntermediate(config) if config.use_text else None
+        self.output = ResidualOutput(config, config.intermediate_size) if config.use_text else None
 
         self.routes = index in config.routed_layers
         self.merges = self.routes and index == config.routed_layers[-1]
         carries_beams = config.routed_layers and config.routed_layers[0] < index <= config.routed_layers[-1]
         self.rows_per_sample = config.num_beams if carries_beams else 1
         self.residual_from = config.residual_from
+        self.merge = config.merge
         sizes = (config.hidden_size, config.intermediate_size)
         if self.routes:
             self.experts = BeamMoE(
@@ -147,5 +148,7 @@ class QFormerLayer(nn.Module):
         return torch.cat([routed, rows[:, -1:]], dim=1)
 
     def _merge(self, x: Tensor) -> Tensor:
-        """[B, k + 1, ...] to rows [B * (k + 1), ...]; in the last routed layer universal + best, [B, ...]."""
-        return x.sum(dim=1) if self.merges else x.flatten(0, 1)
+        """[B, k + 1, ...] to rows [B * (k + 1), ...]; in the last routed layer universal and best in one, [B, ...]."""
+        if not self.merges:
+            return x.flatten(0, 1)
+        return x.sum(dim=1) if self.merge == "sum" else x.mean(dim=1)

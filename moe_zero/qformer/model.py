@@ -6,12 +6,14 @@ image width, L routed layers, R routed experts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from moe_zero.layers.beam import importance_loss
+from moe_zero.layers.beam import BeamState, importance_loss
 from moe_zero.qformer.config import QFormerConfig
 from moe_zero.qformer.layer import QFormerLayer, Rows
 
@@ -38,14 +40,32 @@ class QFormerOutput(NamedTuple):
     layer and the last: rows ``b * N ... b * N + N - 2`` are the routed beams of sample b, row ``b * N + N - 1`` the
     universal one."""
 
+    @classmethod
+    def of(cls, encoded: EncoderOutput) -> QFormerOutput:
+        """From what the blocks return."""
+        last_hidden_state, beams, importance = encoded.rows.joined(), encoded.beams, encoded.importance
+        return cls(
+            last_hidden_state=last_hidden_state,
+            beam_scores=None if beams is None else beams.scores[:, 0],
+            expert_route=None if beams is None else beams.routes[:, 0],
+            gate_loss=last_hidden_state.new_zeros(()) if importance is None else importance_loss(importance).sum(),
+            gate_importance=importance,
+            hidden_states=encoded.hidden_states,
+        )
+
 
 class QFormerEmbeddings(nn.Module):
-    """Word + position for the text, the queries in front of it as they are, one LayerNorm over both."""
+    """Word + position for the text, the queries in front of it as they are, one LayerNorm over both.
+
+    Without text in the configuration, the LayerNorm is all there is.
+    """
 
     def __init__(self, config: QFormerConfig):
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=0)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.word_embeddings = self.position_embeddings = None
+        if config.use_text:
+            self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=0)
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -56,12 +76,60 @@ class QFormerEmbeddings(nn.Module):
         return Rows(*(None if part is None else self.dropout(self.LayerNorm(part)) for part in (query_embeds, text)))
 
 
+class EncoderOutput(NamedTuple):
+    """What a :class:`QFormerEncoder` returns."""
+
+    rows: Rows
+    beams: BeamState | None
+    """The chosen route of each sample, k = 1; ``None`` where nothing was routed."""
+    importance: Tensor | None
+    """[L, R]; see :class:`QFormerOutput`."""
+    hidden_states: tuple[Tensor, ...] | None
+    """Input of each layer, then the last output, where asked for."""
+
+
 class QFormerEncoder(nn.Module):
-    """The blocks; a module of its own only so that parameters carry the names of published checkpoints."""
+    """The blocks of a Q-Former, on rows that are embedded already.
+
+    Set ``gradient_checkpointing`` (as ``gradient_checkpointing_enable`` of a surrounding transformers model does) to keep
+    only the input of each block in training and to compute the rest again in backward.
+    """
 
     def __init__(self, config: QFormerConfig):
         super().__init__()
         self.layer = nn.ModuleList(QFormerLayer(config, index) for index in range(config.num_hidden_layers))
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def forward(
+        self,
+        rows: Rows,
+        mask: Tensor | None = None,
+        image_BPW: Tensor | None = None,
+        image_mask: Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+    ) -> EncoderOutput:
+        """Run all blocks; the arguments are those of :class:`QFormerLayer`."""
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        beams, importance, hidden_states = None, [], []
+        for layer in self.layer:
+            if output_hidden_states:
+                hidden_states.append(rows.joined())
+            arguments = (rows, mask, image_BPW, image_mask, beams)
+            rows, beams, layer_importance = (
+                self._gradient_checkpointing_func(layer, *arguments) if recompute else layer(*arguments)
+            )
+            if layer_importance is not None:
+                importance.append(layer_importance)
+        if output_hidden_states:
+            hidden_states.append(rows.joined())
+        return EncoderOutput(
+            rows=rows,
+            beams=beams,
+            importance=torch.stack(importance) if importance else None,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
 
 
 class QFormerModel(nn.Module):
@@ -99,8 +167,9 @@ class QFormerModel(nn.Module):
                 nn.init.ones_(module.weight)
             if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        with torch.no_grad():
-            self.embeddings.word_embeddings.weight[self.embeddings.word_embeddings.padding_idx].zero_()
+        if (words := self.embeddings.word_embeddings) is not None:
+            with torch.no_grad():
+                words.weight[words.padding_idx].zero_()
 
     def forward(
         self,
@@ -143,30 +212,12 @@ class QFormerModel(nn.Module):
         num_queries = 0 if query_embeds is None else query_embeds.shape[1]
         num_text = 0 if input_ids is None else input_ids.shape[1]
         reference = rows.text if rows.queries is None else rows.queries
-        mask = _self_attention_mask(attention_mask, reference.shape[0], num_queries, num_text, reference.dtype)
+        mask = self_attention_mask(attention_mask, reference.shape[0], num_queries, num_text, reference.dtype)
         image_mask = None
         if encoder_attention_mask is not None:
-            image_mask = _additive(encoder_attention_mask[:, None, None, :], reference.dtype)
-
-        beams, importance, hidden_states = None, [], []
-        for layer in self.encoder.layer:
-            if output_hidden_states:
-                hidden_states.append(rows.joined())
-            rows, beams, layer_importance = layer(rows, mask, encoder_hidden_states, image_mask, beams)
-            if layer_importance is not None:
-                importance.append(layer_importance)
-        last_hidden_state = rows.joined()
-        if output_hidden_states:
-            hidden_states.append(last_hidden_state)
-
-        gate_importance = torch.stack(importance) if importance else None
-        return QFormerOutput(
-            last_hidden_state=last_hidden_state,
-            beam_scores=None if beams is None else beams.scores[:, 0],
-            expert_route=None if beams is None else beams.routes[:, 0],
-            gate_loss=last_hidden_state.new_zeros(()) if not importance else importance_loss(gate_importance).sum(),
-            gate_importance=gate_importance,
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            image_mask = additive(encoder_attention_mask[:, None, None, :], reference.dtype)
+        return QFormerOutput.of(
+            self.encoder(rows, mask, encoder_hidden_states, image_mask, output_hidden_states=output_hidden_states)
         )
 
     def _check_image(self, name: str, image: Tensor) -> None:
@@ -194,6 +245,8 @@ class QFormerModel(nn.Module):
                     f"{list(config.cross_attention_layers)}; pass it, or image_features"
                 )
         if input_ids is not None:
+            if not config.use_text:
+                raise ValueError("input_ids is given, but the model was built without text (use_text is False)")
             if input_ids.dim() != 2:
                 raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, text tokens]")
             if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
@@ -214,11 +267,12 @@ class QFormerModel(nn.Module):
             )
 
 
-def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive attention mask: 0 where ``keep`` is not 0, else ``DROPPED``."""
     return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(keep == 0, DROPPED)
 
 
-def _self_attention_mask(
+def self_attention_mask(
     mask: Tensor | None, batch: int, num_queries: int, num_text: int, dtype: torch.dtype
 ) -> Tensor | None:
     """Additive [B, 1, 1 or S, S] from a mask over the text, over all positions, or over pairs of positions."""
@@ -226,7 +280,7 @@ def _self_attention_mask(
         return None
     length = num_queries + num_text
     if mask.shape == (batch, length, length):
-        return _additive(mask[:, None], dtype)
+        return additive(mask[:, None], dtype)
     if num_queries and mask.shape == (batch, num_text):
         mask = torch.cat([mask.new_ones(batch, num_queries), mask], dim=1)
     if mask.shape != (batch, length):
@@ -235,4 +289,4 @@ def _self_attention_mask(
             f"attention_mask has shape {tuple(mask.shape)}; for {num_queries} queries and {num_text} tokens it must "
             f"be one of {', '.join(map(str, shapes if num_queries and num_text else shapes[1:]))}"
         )
-    return _additive(mask[:, None, None], dtype)
+    return additive(mask[:, None, None], dtype)

@@ -301,7 +301,7 @@ def test_a_bad_input_is_named(change, message):
         ({"moe_layers": "all"}, "moe_layers is 'all'"),
         ({"num_beams": 1}, "num_beams is 1; it must be an integer of at least 2"),
         ({"num_experts": 0}, "num_experts is 0"),
-        ({"weight_type": "prob"}, "weight_type is 'prob'; it must be one of 'ffn_prob', 'one_hot'"),
+        ({"weight_type": "prob"}, "weight_type is 'prob'; it must be one of 'ffn_prob', 'scaled_prob', 'one_hot'"),
         ({"residual_from": "beam"}, "residual_from is 'beam'"),
         ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0"),
         ({"layer_norm_eps": 0.0}, "layer_norm_eps is 0.0"),
