@@ -1,0 +1,210 @@
+"""From a module with ordinary parameters to flat layers: what `Zero3Layer` and `shard` do at construction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from moe_zero import __version__
+from moe_zero.zero.collectives import Communicator
+from moe_zero.zero.flat_layer import FlatLayer, Slot
+from moe_zero.zero.placeholder import ShardedParameter
+from moe_zero.zero.schedule import Schedule
+from moe_zero.zero.sharded_module import ShardedModule, broadcast
+
+ComputeDtype = torch.dtype | Callable[[str, nn.Parameter], torch.dtype | None] | None
+
+
+def communicator(
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    device: torch.device,
+    reduce_algorithm: str,
+    timeout: timedelta | None,
+) -> Communicator:
+    """Of a process group, or of a mesh: one dimension shards; of two, the first replicates and the second shards."""
+    replicate_group = None
+    if isinstance(process_group, DeviceMesh):
+        mesh = process_group
+        if mesh.ndim > 2:
+            raise ValueError(f"process_group is a mesh of {mesh.ndim} dimensions; use (shard,) or (replicate, shard)")
+        process_group = mesh.get_group(mesh.ndim - 1)
+        replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+    return Communicator(
+        process_group, device, replicate_group=replicate_group, reduce_algorithm=reduce_algorithm, timeout=timeout
+    )
+
+
+def device_of(module: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    """Where shards are to live: as asked, or where the parameters are (the default device for the meta device's)."""
+    if device is not None:
+        return torch.device(device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.get_default_device()
+
+
+def build(
+    sharded: ShardedModule,
+    module: nn.Module,
+    owners: Callable[[], dict[str, nn.Module]],
+    comm: Communicator,
+    *,
+    prefetch: int,
+    dtype: torch.dtype | None,
+    compute_dtype: ComputeDtype,
+    reduce_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+    group_fn: Callable[[str, nn.Parameter], int] | None,
+    init_fn: Callable[[nn.Module], None] | None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Shards the parameters of ``module`` in place and equips ``sharded`` with a schedule. Collective.
+
+    ``owners`` gives the modules that become layers by their names; the module itself, under the name ``""``, gets what
+    is in none of them or in several. All that can be wrong is found before the first parameter is changed, and refused
+    on all ranks.
+    """
+    layers, error, fingerprint = {}, None, None
+    try:
+        comm.check()
+        check()
+        schedule = Schedule(comm, prefetch)
+        modules = {**owners(), "": module}
+        cast_inputs = compute_dtype if isinstance(compute_dtype, torch.dtype) else None
+        if cast_inputs is not None:
+            compute_dtype = _floating_to(cast_inputs)
+        if init_fn is None:
+            _check_resettable(module)
+        for name, slots in _slots(module, modules, group_fn).items():
+            layers[name] = FlatLayer(
+                name or type(module).__name__,
+                slots,
+                comm,
+                dtype=dtype,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype,
+                # The rest of a model is at work before and after everything else: backward needs it first and last.
+                reshard_after_forward=reshard_after_forward and (name != "" or len(modules) == 1),
+            )
+        fingerprint = {
+            "torch version": torch.__version__,
+            "moe_zero version": __version__,
+            "prefetch": prefetch,
+            **{f"layer {layer.name!r}": layer.fingerprint() for layer in layers.values()},
+        }
+    except (ValueError, TypeError, AttributeError) as problem:
+        error = problem
+    comm.agree("the model or the arguments of sharding", fingerprint, error)
+
+    sharded._state_names = list(module.state_dict())
+    persistent = set(sharded._state_names)
+    sharded._schedule = schedule
+    sharded._buffer_names = []
+    for name, layer in layers.items():
+        _materialise(layer, comm.device, init_fn, initialise=comm.rank == 0)
+        layer.take_over()
+        schedule.add(layer)
+        _run_through(modules[name], layer, cast_inputs)
+    for path, owner in module.named_modules():
+        for attribute, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.device != comm.device:
+                buffer = owner._buffers[attribute] = buffer.to(comm.device)
+            broadcast(comm, buffer)
+            name = f"{path}.{attribute}" if path else attribute
+            if name in persistent:
+                sharded._buffer_names.append((name, owner, attribute))
+
+
+def _slots(
+    module: nn.Module, modules: dict[str, nn.Module], group_fn: Callable[[str, nn.Parameter], int] | None
+) -> dict[str, list[Slot]]:
+    """The parameters of each layer: those of its module that are in no layer inside it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, ShardedParameter):
+            raise ValueError(f"parameter {name!r} is sharded already")
+        names.setdefault(id(parameter), []).append(name)
+    slots: dict[int, Slot] = {}
+    owners: dict[int, set[str]] = {}
+    for path, owner in module.named_modules():
+        layer = path
+        while layer not in modules:
+            layer = layer.rpartition(".")[0]
+        for attribute, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            slot = slots.get(id(parameter))
+            if slot is None:
+                slot = slots[id(parameter)] = Slot(names[id(parameter)], [], parameter)
+                slot.tag = 0 if group_fn is None else group_fn(slot.name, parameter)
+                if not isinstance(slot.tag, int):
+                    raise TypeError(f"group_fn gave {slot.tag!r} for parameter {slot.name!r}; a tag is an int")
+            slot.sites.append((owner, attribute))
+            owners.setdefault(id(parameter), set()).add(layer)
+    of_layer: dict[str, list[Slot]] = {name: [] for name in modules}
+    for key, slot in slots.items():
+        # A parameter tied across layers belongs to the rest of the model, which is there whenever one of its layers is.
+        of_layer[owners[key].pop() if len(owners[key]) == 1 else ""].append(slot)
+    return of_layer
+
+
+def _floating_to(dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.dtype]:
+    return lambda name, parameter: dtype
+
+
+def _check_resettable(module: nn.Module) -> None:
+    for name, owner in module.named_modules():
+        on_meta = any(parameter is not None and parameter.is_meta for parameter in owner._parameters.values())
+        if on_meta and not hasattr(owner, "reset_parameters"):
+            raise ValueError(
+                f"module {name!r} ({type(owner).__name__}) has parameters on the meta device and no "
+                f"reset_parameters(); pass "
+                "init_fn, which initialises the parameters that a module itself has"
+            )
+
+
+def _materialise(
+    layer: FlatLayer, device: torch.device, init_fn: Callable[[nn.Module], None] | None, initialise: bool
+) -> None:
+    """Gives parameters on the meta device memory, and rank 0's their initial values, one layer at a time."""
+    on_meta = {site[0]: None for slot in layer.slots if slot.parameter.is_meta for site in slot.sites}
+    if not on_meta:
+        return
+    for slot in layer.slots:
+        if slot.parameter.is_meta:
+            empty = torch.empty_like(slot.parameter, device=device)
+            slot.parameter = nn.Parameter(empty, requires_grad=slot.parameter.requires_grad)
+    layer.show()
+    for module in on_meta:
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[attribute] = torch.empty_like(buffer, device=device)
+        if initialise:
+            init_fn(module) if init_fn is not None else module.reset_parameters()
+
+
+def _run_through(module: nn.Module, layer: FlatLayer, cast_inputs: torch.dtype | None) -> None:
+    """Makes calls of the module go through the layer's schedule."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def scheduled(*args, **kwargs):
+        if cast_inputs is not None:
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: _cast(x, cast_inputs), (args, kwargs))
+        return layer.schedule.call(layer, forward, args, kwargs)
+
+    module.forward = scheduled
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
