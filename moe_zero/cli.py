@@ -1,7 +1,7 @@
 """The command ``moe-zero``.
 
-``doctor`` must work where nothing but torch is installed, so it is dispatched before anything else is imported. The other
-commands come from `moe_zero.recipes.commands`, which needs the extra ``train``.
+``doctor`` must work where nothing but torch is installed, so it is dispatched before anything else is imported. The
+other commands come from `moe_zero.recipes.commands`, which needs the extra ``train``.
 """
 
 from __future__ import annotations

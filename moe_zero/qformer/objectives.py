@@ -1,19 +1,21 @@
 """What a Q-Former is trained for in BLIP-2's first stage, as one module that takes tensors and returns losses.
 
-- Image-text contrastive (ITC): each picture is represented by its queries, each caption by its first row; a pair's similarity is
-  that of the best query. Every picture picks its captions among all of the global batch, and the other way round.
+- Image-text contrastive (ITC): each picture is represented by its queries, each caption by its first row; a pair's
+  similarity is that of the best query. Every picture picks its captions among all of the global batch, and the other
+  way round.
 - Image-text matching (ITM): queries and caption see each other, and a head says whether they belong together. Wrong
   pairs are drawn from the global batch, the more similar the likelier.
 - Gate loss: the experts' importance over the global batch, evenly spread.
 
-Every loss is defined on the global batch. On a rank they are shares whose mean over ranks is that loss, and whose gradients,
-averaged over ranks, are its gradient: what data parallelism and ZeRO do with them. So a run gives the same losses
-on any number of processes, as long as there is no dropout.
+Every loss is defined on the global batch. On a rank they are shares whose mean over ranks is that loss, and whose
+gradients, averaged over ranks, are its gradient: what data parallelism and ZeRO do with them. So a run gives the same
+losses on any number of processes, as long as there is no dropout.
 
-Source: Li et al., BLIP-2, arXiv 2301.12597, section 3.1; Li et al., ALBEF, arXiv 2107.07651, section 3.2 (hard negatives).
+Source: Li et al., BLIP-2, arXiv 2301.12597, section 3.1; Li et al., ALBEF, arXiv 2107.07651, section 3.2 (hard
+negatives).
 
-Legend of shape suffixes: B pairs on this rank, G pairs on all ranks, Q queries, T text tokens, P image tokens, W image width, D hidden
-size, C contrastive width, L routed layers, R routed experts.
+Legend of shape suffixes: B pairs on this rank, G pairs on all ranks, Q queries, T text tokens, P image tokens, W
+image width, D hidden size, C contrastive width, L routed layers, R routed experts.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Losses(NamedTuple):
     gate: Tensor
     """Before its weight; the same on all ranks."""
     itc_accuracy: Tensor
-    """Share of pictures whose best caption in the global batch is one of theirs, and of captions whose best picture is, averaged."""
+    """Share of pictures (and of captions, averaged) whose best partner in the global batch is a right one."""
     itm_accuracy: Tensor
     temperature: Tensor
 
@@ -119,12 +121,13 @@ class QFormerPretraining(nn.Module):
             image_features: [B, P, W], raw image tokens.
             input_ids: [B, T], int64.
             attention_mask: [B, T], 1 to keep.
-            image_ids: [B], int64: pairs with the same number show the same picture, whose captions are all right for it.
-            negative_draws: [B, 2] in [0, 1), fp32: the random numbers that choose each picture's wrong caption and each caption's
-                wrong picture. Cut from one [G, 2] tensor, they make the choice independent of the number of ranks.
-            task: ``"losses"``: all arguments, gives `Losses`. ``"images"``: ``image_features``, gives an `ImageEmbedding`.
-                ``"texts"``: ids and mask, gives [B, C] of length 1. ``"match"``: features, ids and mask, gives [B],
-                the logit that they belong together.
+            image_ids: [B], int64: pairs with the same number show the same picture; all its captions are right.
+            negative_draws: [B, 2] in [0, 1), fp32: the random numbers that choose each picture's wrong caption and
+                each caption's wrong picture. Cut from one [G, 2] tensor, they make the choice independent of the
+                number of ranks.
+            task: ``"losses"``: all arguments, gives `Losses`. ``"images"``: ``image_features``, gives an
+                `ImageEmbedding`. ``"texts"``: ids and mask, gives [B, C] of length 1. ``"match"``: features, ids and
+                mask, gives [B], the logit that they belong together.
 
         Raises:
             ValueError: ``task`` is unknown, or a tensor that it needs is missing.
@@ -138,13 +141,13 @@ class QFormerPretraining(nn.Module):
         }
         if task not in needed:
             raise ValueError(f"task is {task!r}; it must be one of {', '.join(map(repr, needed))}")
-        given = dict(
-            image_features=image_features,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            image_ids=image_ids,
-            negative_draws=negative_draws,
-        )
+        given = {
+            "image_features": image_features,
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "image_ids": image_ids,
+            "negative_draws": negative_draws,
+        }
         missing = [name for name in needed[task] if given[name] is None]
         if missing:
             raise ValueError(f"task {task!r} needs {', '.join(missing)}")
@@ -222,7 +225,7 @@ class QFormerPretraining(nn.Module):
 
 
 def best_query_similarity(image_BQC: Tensor, text_GC: Tensor) -> Tensor:
-    """Cosine similarity of each caption with the query that fits it best: [B, G] from [B, Q, C] and [G, C] of length 1."""
+    """Cosine of each caption with the query that fits it best: [B, G] from [B, Q, C] and [G, C] of length 1."""
     return torch.einsum("bqc,gc->bgq", image_BQC, text_GC).amax(-1)
 
 
@@ -259,7 +262,7 @@ def _alone(group: dist.ProcessGroup | None) -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
 
 
-# torch.distributed.nn.functional is deprecated, and what replaces it changes its (private) names from release to release.
+# torch.distributed.nn.functional is deprecated, and the names of what replaces it (private ones) change with releases.
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):

@@ -38,8 +38,8 @@ class Batch(NamedTuple):
 class BatchSource:
     """Batches of a picture, one of its training crops and one of its training captions.
 
-    Every picture comes once in an epoch, in an order drawn anew; epochs follow each other without a gap, so that a batch
-    may hold the end of one and the start of the next.
+    Every picture comes once in an epoch, in an order drawn anew; epochs follow each other without a gap, so that a
+    batch may hold the end of one and the start of the next.
 
     Args:
         pictures: those with training captions.
@@ -74,13 +74,15 @@ class BatchSource:
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """Rows ``rank`` of ``world_size`` equal parts of the batch of ``step``."""
         places = range(step * self.batch_size, (step + 1) * self.batch_size)
-        image_ids = torch.tensor([self._order(place // len(self.pictures))[place % len(self.pictures)] for place in places])
+        image_ids = torch.tensor(
+            [self._order(place // len(self.pictures))[place % len(self.pictures)] for place in places]
+        )
         draws = torch.rand(self.batch_size, 4, generator=_generator(self.seed, 1, step))
         per_rank = self.batch_size // world_size
         mine = slice(rank * per_rank, (rank + 1) * per_rank)
         image_ids, draws = image_ids[mine], draws[mine]
         features = []
-        for picture, draw in zip(image_ids.tolist(), draws[:, 0].tolist()):
+        for picture, draw in zip(image_ids.tolist(), draws[:, 0].tolist(), strict=True):
             crops = self.crops[picture]
             features.append(self.store.read(self.pictures[picture], crops, int(draw * len(crops))))
         captions = self._caption_start[image_ids] + (draws[:, 1] * self._caption_count[image_ids]).long()

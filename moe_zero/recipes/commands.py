@@ -73,8 +73,8 @@ def _parameter(item: Field) -> inspect.Parameter:
 def _train(config: Path | None = None, **options: Any) -> None:
     """Train a Q-Former on pictures and captions, evaluate retrieval, draw plots.
 
-    Every option may also stand in a YAML file (--config), by its name with underscores; options on the command line win. The
-    run's folder gets them all as config.yaml, so --resume needs nothing but --out.
+    Every option may also stand in a YAML file (--config), by its name with underscores; options on the command line
+    win. The run's folder gets them all as config.yaml, so --resume needs nothing but --out.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("resume") and config is None:
@@ -111,11 +111,11 @@ def evaluate(
 
     changes = {name: value for name, value in (("data", data), ("rerank", rerank)) if value is not None}
     with joined() as processes:
-        found = TrainedRun.open(run, processes, **changes).retrieve()
+        figures = TrainedRun.open(run, processes, **changes).retrieve().figures()
     if as_json:
-        print(json.dumps(found.figures(), indent=2))
+        print(json.dumps(figures, indent=2))
     else:
-        Reporter(processes.is_first).retrieval(found)
+        Reporter(processes.is_first).retrieval(figures)
 
 
 @app.command("query")

@@ -17,13 +17,24 @@ from moe_zero.qformer.objectives import OBJECTIVES
 
 PRESETS: dict[str, dict[str, Any]] = {
     # The shape of MiniLM-L6-H384, whose weights it starts from; the upper half of the layers routes.
-    "small": dict(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, moe_layers=(3, 4, 5)
-    ),
+    "small": {
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "intermediate_size": 1536,
+        "moe_layers": (3, 4, 5),
+    },
     # The published full-size model: 12 layers of 768.
     "seed": {},
 }
-ARCHITECTURE = ("num_query_tokens", "num_hidden_layers", "num_experts", "num_beams", "moe_layers", "cross_attention_freq")
+ARCHITECTURE = (
+    "num_query_tokens",
+    "num_hidden_layers",
+    "num_experts",
+    "num_beams",
+    "moe_layers",
+    "cross_attention_freq",
+)
 """Fields of `TrainConfig` that replace what the preset says when they are not None."""
 FREE_ON_RESUME = (
     *("out", "nproc", "threads", "device", "resume", "overwrite", "skip_bad"),
@@ -47,14 +58,18 @@ class TrainConfig:
     """
 
     out: str = option("runs/train", "Folder of the run: metrics, plots, checkpoints.", panel="Run")
-    nproc: int = option(1, "Processes to start on this machine; under torchrun the launcher's number counts.", panel="Run")
+    nproc: int = option(
+        1, "Processes to start on this machine; under torchrun the launcher's number counts.", panel="Run"
+    )
     threads: int = option(0, "CPU threads of each process; 0 shares the cores out evenly.", panel="Run")
     device: str = option("auto", "auto, cpu or cuda.", panel="Run")
     seed: int = option(0, "Seed of initial weights, crops, batches and negatives.", panel="Run")
     resume: bool = option(False, "Continue the run in --out, with its settings, from its last checkpoint.", panel="Run")
     overwrite: bool = option(False, "Start anew although --out holds a run.", panel="Run")
 
-    data: str = option("photographs", "photographs (from scikit-image), or a .jsonl/.csv with image, caption.", panel="Data")
+    data: str = option(
+        "photographs", "photographs (from scikit-image), or a .jsonl/.csv with image, caption.", panel="Data"
+    )
     skip_bad: bool = option(False, "Leave bad rows of --data out and count them, instead of stopping.", panel="Data")
     train_crops: int = option(12, "Augmented crops of each picture to train on.", panel="Data")
     eval_crops: int = option(4, "Crops of each picture to evaluate with, never trained on.", panel="Data")
@@ -77,7 +92,9 @@ class TrainConfig:
     cross_attention_freq: int | None = option(None, "Every how many layers the queries see the image.", panel="Model")
     embed_dim: int = option(256, "Width of the contrastive space.", panel="Model")
 
-    objectives: tuple[str, ...] = option(OBJECTIVES, "What to train: itc (contrastive), itm (matching).", panel="Training")
+    objectives: tuple[str, ...] = option(
+        OBJECTIVES, "What to train: itc (contrastive), itm (matching).", panel="Training"
+    )
     gate_weight: float = option(0.01, "Weight of the gate loss, which keeps the experts evenly used.", panel="Training")
     steps: int = option(60, "Optimizer steps.", panel="Training")
     batch_size: int = option(16, "Pairs in a step, over all processes together.", panel="Training")
@@ -112,7 +129,10 @@ class TrainConfig:
             "min_lr",
         ):
             self._check(name, getattr(self, name) >= 0, "at least 0")
-        self._check("batch_size", self.batch_size >= 2, "at least 2: a contrastive loss needs something to contrast with")
+        self._check(
+            "batch_size", self.batch_size >= 2, "at least 2: a contrastive loss needs something to contrast with"
+        )
+        self._check("batch_size", self.batch_size % self.nproc == 0, f"a multiple of nproc, which is {self.nproc}")
         self._check("max_text_tokens", 4 <= self.max_text_tokens <= 512, "from 4 to 512")
         self._check("lr", self.lr > 0, "greater than 0")
         self._check("log_every", self.log_every >= 1, "at least 1")
@@ -128,7 +148,9 @@ class TrainConfig:
             f"a list of {', '.join(OBJECTIVES)} with itc in it (retrieval and the negatives of itm rest on it)",
         )
         self._check(
-            "rerank", not self.rerank or "itm" in self.objectives, "0 unless itm, whose head does it, is among objectives"
+            "rerank",
+            not self.rerank or "itm" in self.objectives,
+            "0 unless itm, whose head does it, is among objectives",
         )
         kind, _, rest = self.encoder.partition(":")
         self._check(
@@ -179,11 +201,15 @@ class TrainConfig:
             except yaml.YAMLError as error:
                 raise ValueError(f"{path} is no valid YAML: {error}") from error
             if not isinstance(values, dict):
-                raise ValueError(f"{path} holds a {type(values).__name__}; it must be settings, one 'name: value' a line")
+                raise ValueError(
+                    f"{path} holds a {type(values).__name__}; it must be settings, one 'name: value' a line"
+                )
             known = [item.name for item in fields(cls)]
             unknown = [str(name) for name in values if name not in known]
             if unknown:
-                raise ValueError(f"{path} has the unknown setting {', '.join(unknown)}; the settings are {', '.join(known)}")
+                raise ValueError(
+                    f"{path} has the unknown setting {', '.join(unknown)}; the settings are {', '.join(known)}"
+                )
         try:
             return cls(**{**values, **(overrides or {})})
         except ValueError as error:
@@ -232,7 +258,9 @@ _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
 def _check_type(item: Field, value: Any) -> None:
-    """YAML gives strings for what it does not understand (``3e-4`` without a dot), so types are checked, not assumed."""
+    """YAML gives strings for what it does not understand (``3e-4`` without a dot), so types are checked, not
+    assumed.
+    """
     kind, _, optional = str(item.type).partition(" | ")
     if (optional and value is None) or kind.startswith("tuple"):
         return

@@ -94,9 +94,7 @@ def training_crops(
                 break
         brightness, contrast, saturation = (1 + draw.uniform(-0.3, 0.3) for _ in range(3))
         crops.append(
-            Crop(
-                best.left, best.top, best.right, best.bottom, draw.random() < 0.5, brightness, contrast, saturation
-            )
+            Crop(best.left, best.top, best.right, best.bottom, draw.random() < 0.5, brightness, contrast, saturation)
         )
     return tuple(crops)
 
@@ -106,7 +104,9 @@ def _area(crop: Crop) -> int:
 
 
 def _rectangle(draw: random.Random, size: tuple[int, int], area: tuple[float, float]) -> Crop:
-    """A share of the picture's area and a ratio of the sides, uniform in the area and in the logarithm of the ratio."""
+    """A share of the picture's area and a ratio of the sides, uniform in the area and in the logarithm of the
+    ratio.
+    """
     width, height = size
     share = draw.uniform(*area) * width * height
     ratio = math.exp(draw.uniform(-math.log(RATIO), math.log(RATIO))) * width / height

@@ -234,7 +234,8 @@ def _rows(path: Path) -> Iterator[tuple[int, dict | str]]:
         missing = {"image", "caption"} - set(reader.fieldnames or ())
         if missing:
             raise DataError(
-                f"{path}:1: no column {' and '.join(sorted(missing))}; the columns are {', '.join(reader.fieldnames or ())}"
+                f"{path}:1: no column {' and '.join(sorted(missing))}; "
+                f"the columns are {', '.join(reader.fieldnames or ())}"
             )
         for row in reader:
             yield reader.line_num, row
@@ -245,4 +246,8 @@ def _json_row(line: str) -> dict | str:
         row = json.loads(line)
     except ValueError as error:
         return f"no valid JSON ({error})"
-    return row if isinstance(row, dict) else f'{line.strip()[:40]!r}; it must be an object: {{"image": ..., "caption": ...}}'
+    return (
+        row
+        if isinstance(row, dict)
+        else f'{line.strip()[:40]!r}; it must be an object: {{"image": ..., "caption": ...}}'
+    )

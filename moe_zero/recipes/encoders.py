@@ -22,8 +22,8 @@ from moe_zero.recipes import efficientnet_lite
 class ImageEncoder:
     """A network with what it expects of its pictures.
 
-    ``tokens`` maps the network's raw output to [B, P, W]. ``key`` names the network and the content of its weights: two
-    encoders with the same key give the same features.
+    ``tokens`` maps the network's raw output to [B, P, W]. ``key`` names the network and the content of its weights:
+    two encoders with the same key give the same features.
     """
 
     key: str
@@ -113,7 +113,9 @@ def _transformers(folder: Path) -> ImageEncoder:
         raise FileNotFoundError(f"encoder is 'hf:{folder}', but {folder} is no folder with a config.json in it")
     settings_file = folder / "preprocessor_config.json"
     if not settings_file.is_file():
-        raise FileNotFoundError(f"{settings_file} is missing; it says how pictures are normalised (image_mean, image_std)")
+        raise FileNotFoundError(
+            f"{settings_file} is missing; it says how pictures are normalised (image_mean, image_std)"
+        )
     try:
         from transformers import AutoModel
     except ImportError as error:

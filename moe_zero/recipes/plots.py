@@ -39,7 +39,7 @@ def draw_losses(metrics: Path, file: Path) -> None:
     ((losses, accuracy), (rate, norm)) = figure.subplots(2, 2, sharex=True)
 
     def lines(axis, names: dict[str, str]) -> None:
-        for colour, (key, label) in zip(COLOURS, names.items()):
+        for colour, (key, label) in zip(COLOURS, names.items(), strict=False):
             values = [row[key] for row in rows]
             axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
             axis.plot(steps, _smooth(values), color=colour, label=label, linewidth=2)
@@ -121,14 +121,19 @@ def draw_experts(
     axes[0].set_yticks(range(len(pictures)), [names[picture] for picture in pictures])
     axes[0].grid(False)
     axes[0].spines[:].set_visible(False)
-    for column, (axis, layer) in enumerate(zip(axes[1:], layers)):
+    for column, (axis, layer) in enumerate(zip(axes[1:], layers, strict=True)):
         left = torch.zeros(len(pictures))
         for expert in range(routed):
             share = torch.tensor(
                 [(routes_IL[owner_I == picture, column] == expert).double().mean() for picture in pictures]
             )
             axis.barh(
-                range(len(pictures)), share, left=left, height=0.8, color=COLOURS[expert % len(COLOURS)], label=f"{expert}"
+                range(len(pictures)),
+                share,
+                left=left,
+                height=0.8,
+                color=COLOURS[expert % len(COLOURS)],
+                label=f"{expert}",
             )
             left = left + share
         load = torch.bincount(routes_IL[:, column], minlength=routed) / len(routes_IL)

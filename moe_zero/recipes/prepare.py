@@ -91,7 +91,7 @@ def prepare(
         training_crops(picture.digest, picture.size, config.train_crops, config.seed, held_out[picture.digest])
         for picture in data.train
     ]
-    wanted = [*zip(data.eval, eval_crops), *(zip(data.train, train_crops) if train else ())]
+    wanted = [*zip(data.eval, eval_crops, strict=True), *(zip(data.train, train_crops, strict=True) if train else ())]
     store.fill(
         wanted,
         lambda: encoder,
@@ -109,10 +109,11 @@ def build_model(config: TrainConfig, encoder_width: int, *, initial: bool = True
     """The model that ``config`` describes, the same on every process.
 
     Args:
-        initial: with its initial weights: drawn from the seed, and MiniLM's where ``init`` says so. Without, on the meta device.
+        initial: with its initial weights: drawn from the seed, and MiniLM's where ``init`` says so. Without, on the
+            meta device.
     """
     qformer = config.qformer(encoder_width)
-    heads = dict(embed_dim=config.embed_dim, objectives=config.objectives, gate_weight=config.gate_weight)
+    heads = {"embed_dim": config.embed_dim, "objectives": config.objectives, "gate_weight": config.gate_weight}
     if not initial:
         with torch.device("meta"):
             return QFormerPretraining(qformer, **heads)

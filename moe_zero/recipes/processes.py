@@ -1,4 +1,6 @@
-"""The processes of a run: started by torch.distributed's own launcher, or already started by torchrun, or just this one."""
+"""The processes of a run: started by torch.distributed's own launcher, or already started by torchrun, or just this
+one.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +53,10 @@ class Processes:
             values = values / self.world_size
         return values
 
+    def any(self, condition: bool) -> bool:
+        """Whether it holds at any process; the same answer at all."""
+        return bool(self.mean(torch.tensor(float(condition), device=self.device)) > 0)
+
     def concatenated(self, rows: Tensor) -> Tensor:
         """Rows of all processes, which have the same number, in the order of ranks."""
         if self.world_size == 1:
@@ -84,7 +90,9 @@ def joined(device: str = "auto", threads: int = 0) -> Iterator[Processes]:
         rank, world_size, local_rank, local_world_size = 0, 1, 0, 1
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < local_world_size:
-        raise ValueError(f"device is 'cuda', but there are {gpus} GPUs for {local_world_size} processes on this machine")
+        raise ValueError(
+            f"device is 'cuda', but there are {gpus} GPUs for {local_world_size} processes on this machine"
+        )
     place = torch.device("cuda", local_rank) if gpus >= local_world_size else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)

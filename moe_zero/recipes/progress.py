@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moe_zero.recipes.retrieval import Retrieval
-
 
 class Reporter:
     """Everything that a run says. Only the first process speaks.
@@ -54,13 +52,14 @@ class Reporter:
 
         return count
 
-    def retrieval(self, result: Retrieval) -> None:
+    def retrieval(self, figures: dict) -> None:
+        """The table of `Retrieval.figures`."""
         table = Table(title="Retrieval on unseen crops and wordings", title_justify="left")
         for column in ("", "R@1", "chance", "R@5", "chance", "searches", "candidates"):
-            table.add_column(column, justify="left" if not column else "right")
-        for name, found in (("image to text", result.image_to_text), ("text to image", result.text_to_image)):
-            shares = (found.r1, found.chance_r1, found.r5, found.chance_r5)
-            table.add_row(name, *(f"{share:.1%}" for share in shares), str(found.queries), str(found.candidates))
+            table.add_column(column, justify="right" if column else "left")
+        for direction, found in figures.items():
+            shares = (f"{found[key]:.1%}" for key in ("r1", "chance_r1", "r5", "chance_r5"))
+            table.add_row(direction.replace("_", " "), *shares, str(found["queries"]), str(found["candidates"]))
         self.console.print(table)
 
     def ranking(self, title: str, rows: Sequence[tuple[str, float]]) -> None:

@@ -1,7 +1,7 @@
 """Retrieval: captions for pictures and pictures for captions, with what chance would reach beside it.
 
-Legend of shape suffixes: I picture crops, K captions, Q queries of a crop, C contrastive width, L routed layers, N queries of a
-search, M its candidates.
+Legend of shape suffixes: I picture crops, K captions, Q queries of a crop, C contrastive width, L routed layers, N
+queries of a search, M its candidates.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def retrieve(
     Args:
         model: a `QFormerPretraining`, or a sharded one.
         image: crop number to its features [P, W].
-        image_owner_I, text_owner_K: which picture each crop and each caption belongs to; a hit is one of the same picture.
+        image_owner_I, text_owner_K: which picture each crop and each caption belongs to; a hit is one of the same
+        picture.
         captions: ids and mask, [K, T] each.
         autocast: a function that makes the context the model runs in.
         rerank: order the best ``rerank`` candidates of every query again by the matching head.
@@ -152,8 +153,8 @@ def similarity(image_IQC: Tensor, text_KC: Tensor) -> Tensor:
 def recall(scores_NM: Tensor, positive_NM: Tensor) -> Direction:
     """Share of searches with a right candidate first, and among the first five.
 
-    Candidates with equal scores count as if the wrong ones came first. Chance is that of a random order, averaged over the searches:
-    ``1 - C(M - m, k) / C(M, k)`` with m right ones among M candidates.
+    Candidates with equal scores count as if the wrong ones came first. Chance is that of a random order, averaged
+    over the searches: ``1 - C(M - m, k) / C(M, k)`` with m right ones among M candidates.
 
     Raises:
         ValueError: a search has no right candidate.

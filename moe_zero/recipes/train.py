@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,9 +44,11 @@ def train(config: TrainConfig) -> dict:
         KeyboardInterrupt: the run was interrupted, after it wrote a checkpoint.
         WorkerError: a process failed.
     """
-    folder = Path(config.out)
-    load_data_once(config)  # so that errors in the data show before processes are started
-    _open_folder(folder, config)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        config = config.with_(resume=True, overwrite=False)  # torchrun --max-restarts: go on where the last try was
+    if int(os.environ.get("RANK", "0")) == 0:
+        load_data_once(config)  # so that errors in the data show before processes are started
+        _open_folder(Path(config.out), config)
     return launch(run, config.nproc, config)
 
 
@@ -55,7 +59,8 @@ def _open_folder(folder: Path, config: TrainConfig) -> None:
         return
     if started.exists() and not config.overwrite:
         raise FileExistsError(
-            f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, or choose another --out"
+            f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, or choose another "
+            "--out"
         )
     if started.exists():
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -66,15 +71,21 @@ def _open_folder(folder: Path, config: TrainConfig) -> None:
 
 
 def run(config: TrainConfig) -> dict:
-    """One process's part of `train`: call it under torchrun, where `train` would do the same."""
+    """One process's part of `train`."""
     started = time.perf_counter()
-    with StopSignal() as stop, joined(config.device, config.threads) as processes:
+    with joined(config.device, config.threads) as processes:
         if config.batch_size % processes.world_size:
             raise ValueError(
                 f"batch_size is {config.batch_size}; it must be a multiple of the {processes.world_size} processes, "
                 "which take equal parts of it"
             )
         reporter = Reporter(processes.is_first, config.log_every)
+        folder = Path(config.out)
+        if processes.any(processes.is_first and config.resume and (folder / SUMMARY).exists()):
+            summary = json.loads((folder / SUMMARY).read_text())
+            reporter.say(f"the run in {folder} is finished")
+            reporter.retrieval(summary["retrieval"])
+            return summary
         prepared = prepare(config, processes, counting=reporter.counting)
         data = prepared.data
         held_out = sum(picture.held_out_captions for picture in data.eval)
@@ -92,16 +103,13 @@ def run(config: TrainConfig) -> dict:
         first = job.resume()
         if first:
             reporter.say(f"resumed at step {first}")
-        train_started = time.perf_counter()
-        finished = job.fit(first, reporter, stop)
-        train_seconds = time.perf_counter() - train_started
-        if not finished:
+        if not job.fit(first, reporter):
             raise KeyboardInterrupt(f"stopped; resume with --out {config.out} --resume")
 
         evaluate_started = time.perf_counter()
         found = evaluate(job.sharded, prepared, processes, config)
         evaluate_seconds = time.perf_counter() - evaluate_started
-        reporter.retrieval(found)
+        reporter.retrieval(found.figures())
         weights = job.sharded.state_dict_full()
         memory = processes.concatenated(
             torch.tensor([peak_memory_mib(processes.device)], dtype=torch.float64, device=processes.device)
@@ -117,10 +125,8 @@ def run(config: TrainConfig) -> dict:
             "model": {"parameters": job.parameters, "preset": config.preset},
             "seconds": {
                 "features": prepared.seconds,
-                "train": train_seconds,
                 "evaluate": evaluate_seconds,
                 "total": time.perf_counter() - started,
-                "step_median": job.median_step_seconds(),
             },
             "peak_memory_mib": memory.tolist(),
             "processes": processes.world_size,
@@ -129,9 +135,11 @@ def run(config: TrainConfig) -> dict:
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
         if processes.is_first:
-            folder = Path(config.out)
             save_file({name: value.contiguous().cpu() for name, value in weights.items()}, folder / MODEL)
-            summary["final"] = json.loads((folder / METRICS).read_text().splitlines()[-1])
+            steps = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+            seconds = [row["seconds"] for row in steps]  # of all steps, also those before the run was resumed
+            summary["seconds"] |= {"train": sum(seconds), "step_median": statistics.median(seconds)}
+            summary["final"] = steps[-1]
             pictures = draw_all(folder, found, prepared)
             (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
             reporter.files(folder, [SUMMARY, METRICS, MODEL, *pictures])
@@ -154,7 +162,6 @@ class Job:
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
         torch.manual_seed(config.seed + 1 + processes.rank)  # dropout differs between ranks
-        self.step_seconds: list[float] = []
 
     def resume(self) -> int:
         """Load the newest checkpoint, if ``resume`` is set and there is one, and return the steps already done."""
@@ -174,10 +181,11 @@ class Job:
             for old in _checkpoints(self.folder)[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def fit(self, first: int, reporter: Reporter, stop: StopSignal) -> bool:
+    def fit(self, first: int, reporter: Reporter) -> bool:
         """Train from step ``first`` on; False if a signal ended it. Either way the last step has its checkpoint."""
         config, saved = self.config, first
         with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopSignal())
             report = stack.enter_context(reporter.steps(first, config.steps))
             metrics = None
             if self.processes.is_first:
@@ -218,10 +226,9 @@ class Job:
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         flag = losses.total.new_tensor(float(stopping))
-        figures = processes.mean(torch.stack([losses.total.detach(), *losses[1:], flag])).tolist()
+        *figures, stopping = processes.mean(torch.stack([losses.total.detach(), *losses[1:], flag])).tolist()
         seconds = time.perf_counter() - start
-        self.step_seconds.append(seconds)
-        row = dict(zip(("loss", *losses._fields[1:]), figures))
+        row = dict(zip(("loss", *losses._fields[1:]), figures, strict=True))
         if "itm" not in config.objectives:
             del row["itm"], row["itm_accuracy"]
         return {
@@ -232,11 +239,7 @@ class Job:
             "seconds": seconds,
             "samples_per_second": config.batch_size / seconds,
             "memory_mib": peak_memory_mib(processes.device),
-        }, figures[-1] > 0
-
-    def median_step_seconds(self) -> float | None:
-        times = sorted(self.step_seconds)
-        return times[len(times) // 2] if times else None
+        }, stopping > 0
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:

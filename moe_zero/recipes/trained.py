@@ -36,7 +36,9 @@ class TrainedRun:
         """
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
-            raise FileNotFoundError(f"{folder} holds no run ({CONFIG} is missing); moe-zero train --out {folder} makes one")
+            raise FileNotFoundError(
+                f"{folder} holds no run ({CONFIG} is missing); moe-zero train --out {folder} makes one"
+            )
         if not (folder / MODEL).is_file():
             raise FileNotFoundError(
                 f"the run in {folder} has not come to its end ({MODEL} is missing); "
@@ -70,7 +72,7 @@ class TrainedRun:
         with self._autocast():
             text_KC = embed_texts(self.model, self.prepared.tokenizer(captions), self.processes)
             image_1QC, _ = embed_images(self.model, features_1PW.__getitem__, 1, self.processes)
-        return _best_first(list(zip(captions, similarity(image_1QC, text_KC)[0].tolist())))
+        return _best_first(list(zip(captions, similarity(image_1QC, text_KC)[0].tolist(), strict=True)))
 
     def _autocast(self):
         return autocast(self.config, self.processes)

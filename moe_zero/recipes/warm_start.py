@@ -1,8 +1,8 @@
 """Starting a Q-Former from a BERT checkpoint: the real MiniLM weights, or any BERT of the same widths.
 
-Embeddings, self-attention and text feed-forward are copied, the text feed-forward also into the queries' one and every expert
-(upcycling: Komatsuzaki et al., arXiv 2212.05055). Cross-attention, queries and gates are new. With text alone the
-result computes what the BERT computes.
+Embeddings, self-attention and text feed-forward are copied, the text feed-forward also into the queries' one and
+every expert (upcycling: Komatsuzaki et al., arXiv 2212.05055). Cross-attention, queries and gates are new. With text
+alone the result computes what the BERT computes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def copy_bert(model: QFormerModel, file: str | Path) -> list[str]:
         ValueError: a weight is missing or of another shape than the model's; named, with both shapes.
     """
     with safe_open(str(file), framework="pt") as weights:
-        source = {name: weights.get_tensor(name) for name in weights.keys()}
+        source = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 (no dictionary)
     targets = dict(model.named_parameters())
     left = set(targets)
 
     def put(name: str, value: Tensor) -> None:
         if targets[name].shape != value.shape:
             raise ValueError(
-                f"{name} has shape {tuple(targets[name].shape)}, but {file} has {tuple(value.shape)} for it; a model that "
-                "starts from these weights has their widths (or choose init random)"
+                f"{name} has shape {tuple(targets[name].shape)}, but {file} has {tuple(value.shape)} for it; "
+                "a model that starts from these weights has their widths (or choose init random)"
             )
         targets[name].copy_(value)
         left.discard(name)
@@ -64,5 +64,7 @@ def copy_bert(model: QFormerModel, file: str | Path) -> list[str]:
                     put(f"{layer}experts.{expert}dense1.{part}", source[f"{layer}intermediate.dense.{part}"])
                     put(f"{layer}experts.{expert}dense2.{part}", source[f"{layer}output.dense.{part}"])
     except KeyError as error:
-        raise ValueError(f"{file} has no weight {error}; it must be a BERT of at least as many layers as the model") from None
+        raise ValueError(
+            f"{file} has no weight {error}; it must be a BERT of at least as many layers as the model"
+        ) from None
     return sorted(left)

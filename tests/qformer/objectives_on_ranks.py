@@ -37,13 +37,13 @@ def batch() -> dict:
     draw = torch.Generator().manual_seed(1)
     mask = torch.ones(PAIRS, 7, dtype=torch.long)
     mask[::2, 5:] = 0
-    return dict(
-        image_features=torch.randn(PAIRS, 6, 20, generator=draw),
-        input_ids=torch.randint(1, 50, (PAIRS, 7), generator=draw),
-        attention_mask=mask,
-        image_ids=torch.tensor([0, 1, 2, 0, 3, 1]),  # two pictures twice, on different ranks
-        negative_draws=torch.rand(PAIRS, 2, generator=draw),
-    )
+    return {
+        "image_features": torch.randn(PAIRS, 6, 20, generator=draw),
+        "input_ids": torch.randint(1, 50, (PAIRS, 7), generator=draw),
+        "attention_mask": mask,
+        "image_ids": torch.tensor([0, 1, 2, 0, 3, 1]),  # two pictures twice, on different ranks
+        "negative_draws": torch.rand(PAIRS, 2, generator=draw),
+    }
 
 
 def main(file: str) -> None:

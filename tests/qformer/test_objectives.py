@@ -51,7 +51,9 @@ def test_contrastive_loss_is_the_formula():
     scores = torch.stack([torch.stack([(queries[i] @ texts[j]).max() for j in pairs]) for i in pairs]) / 0.07
     same = batch["image_ids"][:, None] == batch["image_ids"]
     target = same.float() / same.sum(1, keepdim=True)
-    expected = -(target * scores.log_softmax(1)).sum(1).mean() / 2 - (target * scores.T.log_softmax(1)).sum(1).mean() / 2
+    expected = (
+        -(target * scores.log_softmax(1)).sum(1).mean() / 2 - (target * scores.T.log_softmax(1)).sum(1).mean() / 2
+    )
     batch.pop("negative_draws")
     losses = model(**batch)
     torch.testing.assert_close(losses.itc, expected)

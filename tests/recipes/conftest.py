@@ -23,7 +23,7 @@ def table(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     rows = []
-    for number, (word, colour) in enumerate(zip(WORDS, COLOURS)):
+    for number, (word, colour) in enumerate(zip(WORDS, COLOURS, strict=True)):
         pixels = np.array(colour) + draw.integers(-30, 30, (90, 120 + 5 * number, 3))
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{word}.png")
         for caption in (f"a {word} wall", f"something painted {word}", f"plain {word} colour"):
@@ -39,24 +39,24 @@ def tiny(tmp_path, cache, table):
     from moe_zero.recipes.config import TrainConfig
 
     def make(**changes) -> TrainConfig:
-        settings = dict(
-            out=str(tmp_path / "run"),
-            data=str(table),
-            cache=str(cache),
-            train_crops=2,
-            eval_crops=1,
-            max_text_tokens=8,
-            num_query_tokens=4,
-            num_hidden_layers=2,
-            embed_dim=32,
-            init="random",
-            steps=4,
-            batch_size=4,
-            warmup_steps=1,
-            checkpoint_every=2,
-            threads=1,
-            device="cpu",
-        )
+        settings = {
+            "out": str(tmp_path / "run"),
+            "data": str(table),
+            "cache": str(cache),
+            "train_crops": 2,
+            "eval_crops": 1,
+            "max_text_tokens": 8,
+            "num_query_tokens": 4,
+            "num_hidden_layers": 2,
+            "embed_dim": 32,
+            "init": "random",
+            "steps": 4,
+            "batch_size": 4,
+            "warmup_steps": 1,
+            "checkpoint_every": 2,
+            "threads": 1,
+            "device": "cpu",
+        }
         return TrainConfig(**{**settings, **changes})
 
     return make

@@ -32,7 +32,7 @@ def test_defaults_are_valid_and_survive_a_file(tmp_path):
     ],
 )
 def test_wrong_value_is_named(changes, named):
-    with pytest.raises(ValueError, match="must be|layers are") as error:
+    with pytest.raises(ValueError, match=r"must be|layers are") as error:
         TrainConfig(**changes)
     assert named in str(error.value)
 
@@ -46,19 +46,29 @@ def test_command_line_wins_over_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("learning_rate: 1.0", "unknown setting learning_rate"), ("- lr", "holds a list"), ("lr: -1.0", "lr is -1.0"), ("a: [", "YAML")],
+    [
+        ("learning_rate: 1.0", "unknown setting learning_rate"),
+        ("- lr", "holds a list"),
+        ("lr: -1.0", "lr is -1.0"),
+        ("a: [", "YAML"),
+    ],
 )
 def test_bad_file_is_named(tmp_path, text, named):
     file = tmp_path / "my.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match="my.yaml") as error:
+    with pytest.raises(ValueError, match=r"my.yaml") as error:
         TrainConfig.load(file)
     assert named in str(error.value)
 
 
 def test_presets_and_architecture():
     small = TrainConfig().qformer(1280)
-    assert (small.hidden_size, small.num_hidden_layers, small.moe_layers, small.encoder_width) == (384, 6, (3, 4, 5), 1280)
+    assert (small.hidden_size, small.num_hidden_layers, small.moe_layers, small.encoder_width) == (
+        384,
+        6,
+        (3, 4, 5),
+        1280,
+    )
     seed = TrainConfig(preset="seed").qformer(1408)
     assert (seed.hidden_size, seed.num_hidden_layers, seed.moe_layers) == (768, 12, (6, 7, 8, 9, 10, 11))
     changed = TrainConfig(num_hidden_layers=4, num_experts=5, num_beams=4, num_query_tokens=8).qformer(64)

@@ -84,7 +84,7 @@ def test_bad_row_names_its_line_or_is_skipped_and_counted(folder, row, named):
     Image.effect_noise((64, 64), 50).save(folder / "cut.png")
     (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:2000])
     file = write(folder, [GOOD[0], row, GOOD[1]])
-    with pytest.raises(DataError, match="captions.jsonl:2: ") as error:
+    with pytest.raises(DataError, match=r"captions.jsonl:2: ") as error:
         load_data(file)
     assert named in str(error.value) and "--skip-bad" in str(error.value)
     data = load_data(file, skip_bad=True)
@@ -97,7 +97,7 @@ def test_unusable_tables(folder):
         load_data(str(folder / "nothing.jsonl"))
     with pytest.raises(DataError, match="no column caption"):
         load_data(write(folder, ["image,text", "a.png,x"], "other.csv"))
-    with pytest.raises(DataError, match="must be a .jsonl or .csv"):
+    with pytest.raises(DataError, match=r"must be a .jsonl or .csv"):
         load_data(write(folder, ["x"], "captions.txt"))
     with pytest.raises(DataError, match="it needs at least 2 and 1"):
         load_data(write(folder, GOOD[:1]))

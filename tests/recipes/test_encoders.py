@@ -86,7 +86,7 @@ def test_hf_encoder_from_a_folder(tmp_path):
 
 
 def test_missing_folder_is_named():
-    with pytest.raises(FileNotFoundError, match="no folder with a config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no folder with a config.json"):
         open_encoder("hf:/nowhere")
 
 

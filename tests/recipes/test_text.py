@@ -22,7 +22,10 @@ def test_text_path_of_the_small_preset_is_minilm():
     transformers = pytest.importorskip("transformers")
     model = QFormerModel(TrainConfig().qformer(64))
     left = copy_bert(model, minilm_folder() / "model.safetensors")
-    assert all("crossattention" in name or "gate" in name or name.split(".")[0] in ("query_tokens", "ln_vision") for name in left)
+    assert all(
+        "crossattention" in name or "gate" in name or name.split(".")[0] in ("query_tokens", "ln_vision")
+        for name in left
+    )
     bert = transformers.BertModel.from_pretrained(minilm_folder()).eval()
     ids, mask = CaptionTokenizer(16)(["a cup of coffee on a table", "a cat"])
     ours = model(input_ids=ids, attention_mask=mask).last_hidden_state
