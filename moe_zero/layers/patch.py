@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_zero.layers.ffn import APPROXIMATIONS, GeluFeedForward
+from moe_zero.layers.token import TokenMoE
 
 SPLIT_PAIRS = (("intermediate", "output"), ("intermediate_query", "output_query"))
 """BERT's way to write a feed-forward: two sibling modules with a product ``dense`` each, the second one with residual
@@ -61,6 +62,25 @@ class PatchedFeedForward(GeluFeedForward):
         return f"approximate={self.approximate!r}, in place of {type(self._replaced[0]).__name__}"
 
 
+class UpcycledFeedForward(TokenMoE):
+    """A :class:`TokenMoE` whose experts start as copies of the feed-forward that it replaced."""
+
+    def __init__(self, candidate: Candidate, approximate: str, num_experts: int, top_k: int):
+        first, second = candidate.first, candidate.second
+        like = {"device": first.weight.device, "dtype": first.weight.dtype}
+        bias = first.bias is not None
+        super().__init__(*_widths(first), num_experts, top_k, bias=bias, approximate=approximate, **like)
+        dense = {"dense1.weight": _weight(first), "dense1.bias": first.bias}
+        dense |= {"dense2.weight": _weight(second), "dense2.bias": second.bias}
+        for expert in self.experts:
+            expert.load_state_dict({name: tensor for name, tensor in dense.items() if tensor is not None})
+        self.dropout = candidate.outer_dropout or nn.Identity()
+        self._replaced = (candidate.module,)
+        self._second = (second,)
+        self.train(candidate.module.training)
+        _share_hooks(candidate.module, self)
+
+
 @dataclass
 class Candidate:
     """A module that may be a two-layer GELU feed-forward, with its products."""
@@ -91,26 +111,38 @@ def patch(
     *,
     classes: Sequence[type | str] = (),
     names: Sequence[str] = (),
+    experts: int | None = None,
+    top_k: int = 1,
 ) -> PatchReport:
-    """Replace in place the two-layer GELU feed-forwards of a model by :class:`GeluFeedForward`.
+    """Replace in place the two-layer GELU feed-forwards of a model by :class:`GeluFeedForward`, or by experts.
 
     Works for one module with two products and a GELU between them (ViT, GPT-2, ``nn.Sequential``) and for BERT's pairs
     ``intermediate.dense`` and ``output.dense`` (also in the Q-Formers of BLIP-2 and InstructBLIP). Whether a module
-    really computes ``second(gelu(first(x)))``, and with which GELU, is found out by running a float64 copy of it, not by
-    its name. Weights, dtypes, devices, hooks, training flags and state-dict names stay as they are, so that
+    really computes ``second(gelu(first(x)))``, and with which GELU, is found out by running a float64 copy of it, not
+    by its name. Weights, dtypes, devices, hooks, training flags and state-dict names stay as they are, so that
     ``save_pretrained`` and ``load_state_dict`` work as before.
 
     Args:
         model: any module; it is changed in place.
         classes: replace only modules of these classes (types or class names); for BERT's pairs, in layers of these.
         names: replace only modules whose name matches one of these patterns, such as ``"encoder.layer.[0-5].*"``.
+        experts: upcycle: put a :class:`TokenMoE` of that many experts in place, each a copy of the feed-forward. Its
+            gate starts at random and its weights sum to 1, so that the model computes the same as before until it is
+            trained. In the state dict, the weights of gate and experts take the place of the feed-forward's own.
+        top_k: experts per token, with ``experts``.
 
     Returns:
         What was replaced, and what was left alone and why. :func:`unpatch` undoes it.
 
     Raises:
-        ValueError: if ``classes`` or ``names`` match no feed-forward at all.
+        ValueError: if ``classes`` or ``names`` match no feed-forward at all; if ``top_k`` does not fit ``experts``.
+
+    Source: Hendrycks and Gimpel, arXiv 1606.08415 (GELU); Komatsuzaki et al., arXiv 2212.05055 (upcycling).
     """
+    if experts is None and top_k != 1:
+        raise ValueError(f"top_k is {top_k}, but experts is not given; top_k says how many of them a token passes")
+    if experts is not None and not 1 <= top_k <= experts:
+        raise ValueError(f"top_k is {top_k}; it must be between 1 and experts, {experts}")
     report = PatchReport()
     candidates = [c for c in _candidates(model) if _selected(c, classes, names)]
     if not candidates and (classes or names):
@@ -122,26 +154,37 @@ def patch(
         if reason:
             report.left[candidate.name] = reason
             continue
-        replacement = PatchedFeedForward(candidate, approximate)
+        if experts is None:
+            replacement = PatchedFeedForward(candidate, approximate)
+            if candidate.tail is not None:
+                candidate.second.forward = _identity
+        else:
+            replacement = UpcycledFeedForward(candidate, approximate, experts, top_k)
+            if candidate.tail is not None:
+                candidate.tail.dense = nn.Identity()
         setattr(candidate.parent, candidate.attribute, replacement)
-        if candidate.tail is not None:
-            candidate.second.forward = _identity
         report.replaced.append(candidate.name)
     return report
 
 
 def unpatch(model: nn.Module) -> list[str]:
-    """Put back every module that :func:`patch` replaced, with the weights as they are now; returns their names."""
+    """Put back every module that :func:`patch` replaced; returns their names.
+
+    Weights are as they are now. Experts are dropped: where they were, the feed-forward has the weights it had before.
+    """
     restored = []
     for parent_name, parent in list(model.named_modules()):
         for attribute, child in list(parent.named_children()):
+            if not isinstance(child, PatchedFeedForward | UpcycledFeedForward):
+                continue
+            (original,) = child._replaced
+            original.train(child.training)
+            setattr(parent, attribute, original)
             if isinstance(child, PatchedFeedForward):
-                (original,) = child._replaced
-                second = child._products[1]
-                second.__dict__.pop("forward", None)
-                original.train(child.training)
-                setattr(parent, attribute, original)
-                restored.append(f"{parent_name}.{attribute}".lstrip("."))
+                child._products[1].__dict__.pop("forward", None)
+            elif attribute in dict(SPLIT_PAIRS):
+                (getattr(parent, dict(SPLIT_PAIRS)[attribute]).dense,) = child._second
+            restored.append(f"{parent_name}.{attribute}".lstrip("."))
     return restored
 
 
@@ -150,7 +193,7 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
     for parent_name, parent in model.named_modules():
         children = dict(parent.named_children())
         for head, tail in SPLIT_PAIRS:
-            if head in children and tail in children and not isinstance(children[head], PatchedFeedForward):
+            if head in children and tail in children and not isinstance(children[head], GeluFeedForward):
                 first, second = (getattr(children[name], "dense", None) for name in (head, tail))
                 if _fit(first, second):
                     name = f"{parent_name}.{head}".lstrip(".")
@@ -174,6 +217,8 @@ def _examine(candidate: Candidate) -> tuple[str, str]:
     parameters = list(candidate.module.parameters()) + list(candidate.second.parameters())
     if any(p.is_meta for p in parameters):
         return "", "its weights are on the meta device; load them first"
+    if (candidate.first.bias is None) != (candidate.second.bias is None):
+        return "", "one of its products has a bias and the other has none"
     if any(not p.is_floating_point() for p in parameters):
         return "", f"its weights are {next(p.dtype for p in parameters if not p.is_floating_point())}, not floats"
     if (order := _call_order(candidate)) is None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe_zero import patch, unpatch
-from moe_zero.layers import GeluFeedForward
+from moe_zero.layers import GeluFeedForward, TokenMoE, balancing_loss
 
 transformers = pytest.importorskip("transformers", reason="transformers (extra `hf`) is not installed")
 
@@ -217,3 +217,49 @@ def test_a_patched_model_compiles_whole():
     patch(model)
     x = torch.randn(3, 8)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_upcycled_models_start_as_the_dense_ones(name, experts, top_k, training):
+    model, batch = MODELS[name]()
+    model.train(training)
+    expected, _ = run(model, batch)
+    keys = list(model.state_dict())
+    report = patch(model, experts=experts, top_k=top_k)
+    assert sum(isinstance(m, TokenMoE) for m in model.modules()) == len(report.replaced) > 0
+    output, grads = run(model, batch)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert any("experts" in name for name in grads)
+    model(**batch)
+    assert torch.isfinite(balancing_loss(model))
+    assert patch(model).replaced == []
+    assert unpatch(model) == report.replaced
+    assert list(model.state_dict()) == keys
+    torch.testing.assert_close(run(model, batch)[0], expected, atol=0, rtol=0)
+
+
+def test_an_upcycled_model_is_saved_and_loaded(tmp_path):
+    model, batch = bert()
+    model.eval()
+    patch(model, experts=3, top_k=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    expected = model(**batch)[0]
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertModel(model.config).eval()
+    patch(loaded, experts=3, top_k=2)
+    from safetensors.torch import load_file
+
+    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    torch.testing.assert_close(loaded(**batch)[0], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_bad_numbers_of_experts_are_named():
+    model, _ = bert()
+    with pytest.raises(ValueError, match="top_k is 3; it must be between 1 and experts, 2"):
+        patch(model, experts=2, top_k=3)
+    with pytest.raises(ValueError, match="top_k is 2, but experts is not given"):
+        patch(model, top_k=2)
