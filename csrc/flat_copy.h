@@ -8,12 +8,10 @@
 #include <cstring>
 #include <type_traits>
 
+#include "host_device.h"
+
 #if defined(__CUDACC__)
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#define MOE_ZERO_HD __host__ __device__ __forceinline__
-#else
-#define MOE_ZERO_HD inline
 #endif
 
 namespace moe_zero {

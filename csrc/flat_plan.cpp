@@ -152,6 +152,18 @@ std::vector<int64_t> FlatPlan::table() const {
   return words;
 }
 
+std::vector<int64_t> FlatPlan::tiles() const {
+  std::vector<int64_t> words;
+  for (size_t p = 0; p < pieces_.size(); ++p) {
+    const int64_t step = kTileBytes / dtype_size(pieces_[p].dtype);
+    for (int64_t first = 0; first < pieces_[p].count; first += step) {
+      words.push_back(static_cast<int64_t>(p));
+      words.push_back(first);
+    }
+  }
+  return words;
+}
+
 bool FlatPlan::operator==(const FlatPlan& other) const {
   return world_size_ == other.world_size_ && sizes_ == other.sizes_ && dtypes_ == other.dtypes_ &&
          trainable_ == other.trainable_ && tags_ == other.tags_ && has_stored_ == other.has_stored_ &&

@@ -67,6 +67,7 @@ class FlatPlan {
 
   // What the operators read: header, sizes of the tensors, pieces. See flat_table.h.
   std::vector<int64_t> table() const;
+  std::vector<int64_t> tiles() const;
 
   bool operator==(const FlatPlan& other) const;
   size_t hash() const;

@@ -2,8 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <cstring>
+#include <optional>
+#include <stdexcept>
 
 #include "flat_plan.h"
 
@@ -23,6 +23,10 @@ std::vector<DType> parse_dtypes(const std::vector<std::string>& names) {
     }
   }
   return dtypes;
+}
+
+py::bytearray as_bytes(const std::vector<int64_t>& words) {
+  return py::bytearray(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
 }
 
 }  // namespace
@@ -85,11 +89,8 @@ PYBIND11_MODULE(_flat_plan, m) {
       .def("shard_numel", &FlatPlan::shard_numel, py::arg("trainable"))
       .def_property_readonly("shard_bytes", &FlatPlan::shard_bytes)
       .def_property_readonly("trainable_bytes", &FlatPlan::trainable_bytes)
-      .def("table",
-           [](const FlatPlan& plan) {
-             const std::vector<int64_t> words = plan.table();
-             return py::bytearray(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
-           })
+      .def("table", [](const FlatPlan& plan) { return as_bytes(plan.table()); })
+      .def("tiles", [](const FlatPlan& plan) { return as_bytes(plan.tiles()); })
       .def("__eq__", [](const FlatPlan& a, const FlatPlan& b) { return a == b; })
       .def("__hash__", &FlatPlan::hash);
 }

@@ -13,6 +13,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace moe_zero {
 
 constexpr int64_t kTableMagic = 0x6d7a666c6174'01;
@@ -25,8 +27,8 @@ struct TablePiece {
   int64_t start_and_dtype;
   int64_t count;
 
-  int64_t tensor_start() const { return start_and_dtype >> 3; }
-  int32_t dtype() const { return static_cast<int32_t>(start_and_dtype & 7); }
+  MOE_ZERO_HD int64_t tensor_start() const { return start_and_dtype >> 3; }
+  MOE_ZERO_HD int32_t dtype() const { return static_cast<int32_t>(start_and_dtype & 7); }
 };
 static_assert(sizeof(TablePiece) == kPieceWords * sizeof(int64_t));
 
@@ -48,5 +50,15 @@ struct Table {
     return true;
   }
 };
+
+// For CUDA the table in device memory is followed by tiles of 2 words: what one thread block copies, part of one piece.
+struct Tile {
+  int64_t piece;
+  int64_t first;  // element within the piece
+};
+
+// Bytes of the flat buffer in one tile. 16 KB are 4 vectors of 16 bytes for each of 256 threads: enough loads in flight
+// to cover the latency of memory, and few enough tiles that their table stays small.
+constexpr int64_t kTileBytes = 16 * 1024;
 
 }  // namespace moe_zero

@@ -51,7 +51,7 @@ void write_stats(const Stats& sums, void* out, DType dtype) {
 }
 
 void pack(Tensor flat, std::vector<std::optional<Tensor>> tensors, Tensor table, std::optional<Tensor> /*device_table*/,
-          double scale, std::optional<Tensor> stats) {
+          double scale, std::optional<Tensor> stats, std::optional<Tensor> /*workspace*/) {
   const StatsOut out(stats, flat);
   Stats sums;
   require(checked_pack(view_table(table), view_all(tensors, flat), flat.mutable_data_ptr(), view_flat(flat), scale,
@@ -65,7 +65,8 @@ void unpack(std::vector<Tensor> tensors, Tensor flat, Tensor table, std::optiona
                          accumulate));
 }
 
-void sum_rows(Tensor out, Tensor rows, double scale, bool accumulate, std::optional<Tensor> stats) {
+void sum_rows(Tensor out, Tensor rows, double scale, bool accumulate, std::optional<Tensor> stats,
+              std::optional<Tensor> /*workspace*/) {
   const RowsView view = view_rows(out, rows);
   Stats sums;
   const StatsOut stats_out(stats, out);
@@ -75,9 +76,11 @@ void sum_rows(Tensor out, Tensor rows, double scale, bool accumulate, std::optio
 }
 
 PyObject* py_pack(PyObject*, PyObject* args) {
-  PyObject *flat, *tensors, *table, *stats;
+  PyObject *flat, *tensors, *table, *device_table, *stats, *workspace;
   double scale;
-  if (!PyArg_ParseTuple(args, "OOOdO", &flat, &tensors, &table, &scale, &stats)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOOOdOO", &flat, &tensors, &table, &device_table, &scale, &stats, &workspace)) {
+    return nullptr;
+  }
   py::Call call;
   if (!call.read_flat(flat, py::kCpu) || !call.read_views(tensors) || !call.read_table(table) ||
       !call.read_stats(stats)) {
@@ -94,9 +97,9 @@ PyObject* py_pack(PyObject*, PyObject* args) {
 }
 
 PyObject* py_unpack(PyObject*, PyObject* args) {
-  PyObject *flat, *tensors, *table;
+  PyObject *flat, *tensors, *table, *device_table;
   int accumulate;
-  if (!PyArg_ParseTuple(args, "OOOp", &flat, &tensors, &table, &accumulate)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOOOp", &flat, &tensors, &table, &device_table, &accumulate)) return nullptr;
   py::Call call;
   if (!call.read_flat(flat, py::kCpu) || !call.read_views(tensors) || !call.read_table(table)) Py_RETURN_FALSE;
   PyThreadState* state = PyEval_SaveThread();
@@ -120,9 +123,9 @@ PyObject* py_kernels(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"init", py::init, METH_VARARGS, "init(Tensor, Parameter) -> bool: whether eager calls can skip the dispatcher."},
     {"pack", py_pack, METH_VARARGS,
-     "pack(flat, tensors, table, scale, stats) -> bool: False if the dispatcher has to take the call."},
+     "pack(flat, tensors, table, device_table, scale, stats, workspace) -> bool: False if the dispatcher has to take the call."},
     {"unpack", py_unpack, METH_VARARGS,
-     "unpack(flat, tensors, table, accumulate) -> bool: False if the dispatcher has to take the call."},
+     "unpack(flat, tensors, table, device_table, accumulate) -> bool: False if the dispatcher has to take the call."},
     {"kernels", py_kernels, METH_VARARGS, "kernels(select=None) -> str: the instruction set in use, after selecting one."},
     {nullptr, nullptr, 0, nullptr},
 };

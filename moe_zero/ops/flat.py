@@ -141,11 +141,15 @@ class FlatPlan:
         plan._set_layout(self._layout.cast(_dtype_name(dtype, "dtype"), trainable_only))
         return plan
 
-    def device_table(self, device: torch.device) -> Tensor:
-        """``table`` on ``device``, copied once and kept; what CUDA kernels read."""
+    def device_table(self, device: torch.device) -> Tensor | None:
+        """What CUDA kernels read: ``table`` and the tiles of the thread blocks in the memory of ``device``, copied once
+        and kept (so call it, or ``pack`` or ``unpack``, once before a CUDA graph is captured). None for a CPU."""
+        if device.type != "cuda":
+            return None
         table = self._device_tables.get(device)
         if table is None:
-            table = self._device_tables[device] = self.table.to(device)
+            tiles = torch.frombuffer(self._layout.tiles() or bytearray(16), dtype=torch.int64)
+            table = self._device_tables[device] = torch.cat([self.table, tiles]).to(device)
         return table
 
     def _state(self) -> tuple:
@@ -323,10 +327,18 @@ def _check_unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor]) -> No
 
 _library = torch.library.Library("moe_zero", "FRAGMENT")
 _library.define(
-    "pack_(Tensor(a!) flat, Tensor?[] tensors, Tensor table, Tensor? device_table, float scale, Tensor(b!)? stats) -> ()"
+    "pack_(Tensor(a!) flat, Tensor?[] tensors, Tensor table, Tensor? device_table, float scale, Tensor(b!)? stats, "
+    "Tensor(c!)? workspace) -> ()"
 )
 _library.define("unpack_(Tensor(a!)[] tensors, Tensor flat, Tensor table, Tensor? device_table, bool accumulate) -> ()")
-_library.define("sum_rows_(Tensor(a!) out, Tensor rows, float scale, bool accumulate, Tensor(b!)? stats) -> ()")
+_library.define(
+    "sum_rows_(Tensor(a!) out, Tensor rows, float scale, bool accumulate, Tensor(b!)? stats, Tensor(c!)? workspace) "
+    "-> ()"
+)
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _bump_version(name: str, written: Callable[..., Sequence[Tensor]]) -> None:
@@ -341,7 +353,7 @@ def _bump_version(name: str, written: Callable[..., Sequence[Tensor]]) -> None:
 
 
 @torch.library.register_fake("moe_zero::pack_", lib=_library)
-def _(flat, tensors, table, device_table, scale, stats):
+def _(flat, tensors, table, device_table, scale, stats, workspace):
     return None
 
 
@@ -351,15 +363,13 @@ def _(tensors, flat, table, device_table, accumulate):
 
 
 @torch.library.register_fake("moe_zero::sum_rows_", lib=_library)
-def _(out, rows, scale, accumulate, stats):
+def _(out, rows, scale, accumulate, stats, workspace):
     return None
 
 
-_bump_version(
-    "pack_", lambda flat, tensors, table, device_table, scale, stats: [flat, *([] if stats is None else [stats])]
-)
-_bump_version("unpack_", lambda tensors, flat, table, device_table, accumulate: tensors)
-_bump_version("sum_rows_", lambda out, rows, scale, accumulate, stats: [out, *([] if stats is None else [stats])])
+_bump_version("pack_", lambda flat, *args: _present(flat, *args[-2:]))
+_bump_version("unpack_", lambda tensors, *args: tensors)
+_bump_version("sum_rows_", lambda out, *args: _present(out, *args[-2:]))
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -376,6 +386,16 @@ def _eager() -> bool:
     return not (
         torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
     )
+
+
+_SUM_ROWS_TILE = 4096  # kSumRowsTile of csrc/flat_tiles.h
+
+
+def _workspace(stats: Tensor | None, words: int) -> Tensor | None:
+    """On a GPU every thread block leaves its share of the sums here, to be added in order: the same bits every time."""
+    if stats is None or not stats.is_cuda:
+        return None
+    return torch.empty(words, dtype=torch.float64, device=stats.device)
 
 
 def pack(
@@ -413,14 +433,15 @@ def pack(
     if backend is None:
         return pack_reference(tensors, plan, out, scale=scale, stats=stats)
     _check_flat(out, plan, "out")
-    if _eager() and backend.pack(out, tensors, plan.table, scale, stats):
+    table = plan.device_table(out.device)
+    workspace = _workspace(stats, 0 if table is None else table.numel() - plan.table.numel())
+    if _eager() and backend.pack(out, tensors, plan.table, table, scale, stats, workspace):
         torch.autograd.graph.increment_version(out if stats is None else (out, stats))
         return out
     _check_tensors(tensors, plan, out, "out")
     _check_stats(stats, out.device)
-    table = plan.device_table(out.device) if out.is_cuda else None
     with torch.no_grad():
-        torch.ops.moe_zero.pack_(out, list(tensors), plan.table, table, scale, stats)
+        torch.ops.moe_zero.pack_(out, list(tensors), plan.table, table, scale, stats, workspace)
     return out
 
 
@@ -444,10 +465,10 @@ def unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulat
     if backend is None:
         return unpack_reference(flat, plan, tensors, accumulate=accumulate)
     _check_flat(flat, plan, "flat")
-    if _eager() and backend.unpack(flat, tensors, plan.table, accumulate):
+    table = plan.device_table(flat.device)
+    if _eager() and backend.unpack(flat, tensors, plan.table, table, accumulate):
         return torch.autograd.graph.increment_version(tensors)
     _check_unpack(flat, plan, tensors)
-    table = plan.device_table(flat.device) if flat.is_cuda else None
     with torch.no_grad():
         torch.ops.moe_zero.unpack_(list(tensors), flat, plan.table, table, accumulate)
 
@@ -469,5 +490,6 @@ def sum_rows(
     if _backend(out.device) is None:
         return sum_rows_reference(rows, out, scale=scale, accumulate=accumulate, stats=stats)
     _check_stats(stats, out.device)
+    workspace = _workspace(stats, 2 * -(-out.numel() // _SUM_ROWS_TILE))
     with torch.no_grad():
-        torch.ops.moe_zero.sum_rows_(out, rows, scale, accumulate, stats)
+        torch.ops.moe_zero.sum_rows_(out, rows, scale, accumulate, stats, workspace)

@@ -1,0 +1,8 @@
+// Marks functions that run on the host and on CUDA devices.
+#pragma once
+
+#if defined(__CUDACC__)
+#define MOE_ZERO_HD __host__ __device__ __forceinline__
+#else
+#define MOE_ZERO_HD inline
+#endif
