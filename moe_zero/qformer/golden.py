@@ -9,7 +9,7 @@ A golden file is a safetensors file. Its metadata key ``case`` is JSON with the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -121,11 +121,23 @@ def golden_files(directory: str | Path) -> list[Path]:
     return files
 
 
-def compare(case: GoldenCase, model: nn.Module, device: torch.device | str = "cpu") -> GoldenReport:
-    """Run ``model``, a :class:`QFormerModel` or a compiled one, on the inputs of ``case``, forward and backward, and
-    compare with its results."""
+def compare(
+    case: GoldenCase,
+    model: nn.Module,
+    device: torch.device | str = "cpu",
+    *,
+    run: Callable[..., QFormerOutput] | None = None,
+) -> GoldenReport:
+    """Run ``model`` on the inputs of ``case``, forward and backward, and compare with its results.
+
+    Args:
+        case: a golden file.
+        model: a :class:`QFormerModel` with its weights, or the same compiled.
+        device: where ``model`` is.
+        run: what to call with the inputs instead of ``model``; it must use the parameters of ``model``.
+    """
     inputs = case.inputs(device)
-    output = model(**inputs, output_hidden_states=True)
+    output = (run or model)(**inputs, output_hidden_states=True)
     loss = case.loss(output)
     loss.backward()
 
