@@ -110,36 +110,38 @@ def gelu_ffn_dense_reference(x_TD, w1_EFD, b1_EF, w2_EDF, b2_ED, *, approximate=
 
 def check_experts(
     hidden_size: int, w1_EFD: Weights, b1_EF: Weights | None, w2_EDF: Weights, b2_ED: Weights | None
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """The experts' parameters as lists: a single stacked tensor, or one tensor per expert if there are several.
-
-    Raises as :func:`gelu_ffn` does.
-    """
-    given = {"w1": w1_EFD, "b1": b1_EF, "w2": w2_EDF, "b2": b2_ED}
+) -> list[list[Tensor]]:
+    """The experts' parameters as lists, see :func:`check_parameters`."""
     if len(w1_EFD) == 0:
         raise ValueError("w1 is empty; there must be at least one expert")
     E, F = len(w1_EFD), w1_EFD[0].shape[-2] if w1_EFD[0].dim() == 2 else 0
     shapes = {"w1": (F, hidden_size), "b1": (F,), "w2": (hidden_size, F), "b2": (hidden_size,)}
+    return check_parameters(E, shapes, {"w1": w1_EFD, "b1": b1_EF, "w2": w2_EDF, "b2": b2_ED})
+
+
+def check_parameters(E: int, shapes: dict[str, tuple], given: dict[str, Weights | None]) -> list[list[Tensor]]:
+    """Parameters of E experts as lists: a single stacked tensor, or one tensor per expert if there are several.
+
+    Raises as :func:`gelu_ffn` does where one is not of the shape in ``shapes`` (with E in front if it is stacked).
+    """
     lists = []
     for name, weights in given.items():
         if weights is None:
             lists.append([])
             continue
         if len(weights) != E:
-            raise ValueError(f"{name} is of {len(weights)} experts, but w1 is of {E}")
-        tensors = {name: weights} if isinstance(weights, Tensor) else {f"{name}[{i}]": t for i, t in enumerate(weights)}
-        expected = (E, *shapes[name]) if isinstance(weights, Tensor) else shapes[name]
+            raise ValueError(f"{name} is of {len(weights)} experts; there are {E}")
+        stacked = isinstance(weights, Tensor)
+        tensors = {name: weights} if stacked else {f"{name}[{i}]": tensor for i, tensor in enumerate(weights)}
+        expected = (E, *shapes[name]) if stacked else shapes[name]
         for label, tensor in tensors.items():
             if tensor.shape != expected:
-                raise ValueError(
-                    f"{label} has shape {tuple(tensor.shape)}; for {E} experts, hidden size {hidden_size} and FFN "
-                    f"width {F} it must be {expected}"
-                )
+                raise ValueError(f"{label} has shape {tuple(tensor.shape)}; with {E} experts it must be {expected}")
         check_float(**tensors)
-        check_same_device(w1=w1_EFD[0], **{label: t for label, t in tensors.items() if label != "w1"})
-        stacked = isinstance(weights, Tensor)
         lists.append([weights] if stacked else [weights[0].unsqueeze(0)] if E == 1 else list(weights))
-    return tuple(lists)
+    flat = [tensor for tensors in lists for tensor in tensors]
+    check_same_device(**{f"parameter {i} of the experts": tensor for i, tensor in enumerate(flat)})
+    return lists
 
 
 def _check(x_TD, w1_EFD, b1_EF, w2_EDF, b2_ED, approximate):
@@ -195,10 +197,10 @@ def _gelu_ffn(
         x_nD = groups.tokens(x_TD, places)
         act_nF = act_buffer[: len(x_nD)]
         pre_nF = pre_NF[places] if save else act_nF
-        _affine(x_nD, expert(w1, e), expert(b1, e), out=pre_nF)
-        torch.ops.aten.gelu.out(pre_nF, approximate=_approximate(tanh), out=act_nF)
+        affine(x_nD, expert(w1, e), expert(b1, e), out=pre_nF)
+        torch.ops.aten.gelu.out(pre_nF, approximate=approximation(tanh), out=act_nF)
         y_nD = y_ND[places]
-        _affine(act_nF, expert(w2, e), expert(b2, e), out=y_nD)
+        affine(act_nF, expert(w2, e), expert(b2, e), out=y_nD)
         if weights_N is not None:
             y_nD *= weights_N[order_N[places]].unsqueeze(1)
     return groups.sum_over_experts(y_ND), pre_NF, order_N, offsets_E
@@ -216,14 +218,19 @@ def expert(weights: Sequence[Tensor], e: int) -> Tensor | None:
     return weights[0][e] if len(weights) == 1 else weights[e]
 
 
-def _affine(x_nD: Tensor, w_FD: Tensor, b_F: Tensor | None, out: Tensor) -> None:
+def affine(x_nD: Tensor, w_FD: Tensor, b_F: Tensor | None, out: Tensor) -> None:
     if b_F is None:
         torch.mm(x_nD, w_FD.T, out=out)
     else:
         torch.addmm(b_F, x_nD, w_FD.T, out=out)
 
 
-def _approximate(tanh: bool) -> str:
+def gelu_backward_(grad: Tensor, pre: Tensor, tanh: bool) -> None:
+    """Turn the gradient of gelu(pre) into that of pre, in place."""
+    torch.ops.aten.gelu_backward.grad_input(grad, pre, approximate=approximation(tanh), grad_input=grad)
+
+
+def approximation(tanh: bool) -> str:
     return "tanh" if tanh else "none"
 
 
@@ -338,11 +345,11 @@ def _gelu_ffn_backward(
             pre_nF = pre_NF[places]
         else:
             pre_nF = pre_buffer[:n]
-            _affine(x_nD, expert(w1, e), expert(b1, e), out=pre_nF)
+            affine(x_nD, expert(w1, e), expert(b1, e), out=pre_nF)
 
         torch.mm(grad_y_nD, expert(w2, e), out=grad_nF)
         if needs_weights or needs_w2:
-            torch.ops.aten.gelu.out(pre_nF, approximate=_approximate(tanh), out=act_nF)
+            torch.ops.aten.gelu.out(pre_nF, approximate=approximation(tanh), out=act_nF)
         if needs_weights:
             # <grad_y, w2 act + b2> from what is at hand, without keeping or recomputing y.
             grad_n = (grad_nF * act_nF).sum(1, dtype=grad_weights_N.dtype)
@@ -359,7 +366,7 @@ def _gelu_ffn_backward(
         if needs_b2:
             grad_b2_ED[e] = grad_y_nD.sum(0)
         if needs_x or needs_w1 or needs_b1:
-            torch.ops.aten.gelu_backward.grad_input(grad_nF, pre_nF, approximate=_approximate(tanh), grad_input=grad_nF)
+            gelu_backward_(grad_nF, pre_nF, tanh)
         if needs_w1:
             torch.mm(grad_nF.T, x_nD, out=grad_w1_EFD[e])
         if needs_b1:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from moe_zero.ops.gate import gate, gate_reference
@@ -143,7 +144,7 @@ def test_opcheck(device, shape, dtype):
 
 def test_compiles_whole_and_once_for_all_token_counts():
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gate, fullgraph=True, dynamic=True, backend=counter)
     for T in (5, 6, 40, 1000):
         x, router = inputs(T, 20, E=4)
