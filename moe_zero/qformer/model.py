@@ -91,8 +91,8 @@ class EncoderOutput(NamedTuple):
 class QFormerEncoder(nn.Module):
     """The blocks of a Q-Former, on rows that are embedded already.
 
-    Set ``gradient_checkpointing`` (as ``gradient_checkpointing_enable`` of a surrounding transformers model does) to keep
-    only the input of each block in training and to compute the rest again in backward.
+    Set ``gradient_checkpointing``, as ``gradient_checkpointing_enable`` of a surrounding transformers model does, to
+    keep only the input of each block in training and to compute the rest again in backward.
     """
 
     def __init__(self, config: QFormerConfig):
@@ -155,6 +155,17 @@ class QFormerModel(nn.Module):
         self.embeddings = QFormerEmbeddings(config)
         self.encoder = QFormerEncoder(config)
         self.reset_parameters()
+
+    @classmethod
+    def from_checkpoint(cls, source, **options) -> QFormerModel:
+        """The model in a checkpoint of this package, transformers, LAVIS, the published mixture, or of a BERT.
+
+        Arguments and errors are those of :func:`moe_zero.qformer.checkpoint.load_qformer`, which also says what it
+        took, what it left and where the settings are from.
+        """
+        from moe_zero.qformer.checkpoint import load_qformer
+
+        return load_qformer(source, **options)[0]
 
     def reset_parameters(self) -> None:
         """BERT's initialisation: normal weights with standard deviation ``initializer_range``, zero biases."""

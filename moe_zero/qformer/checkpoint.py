@@ -1,0 +1,459 @@
+"""Q-Formers in and out of the checkpoints that people have: transformers, LAVIS, the published mixture, BERT, our own.
+
+Widths, layers and experts come from the weights; what weights can't tell (heads, epsilons, beams) comes from the
+configuration beside them, and the report says from where. No tensor is passed over in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from moe_zero.qformer.config import QFormerConfig
+from moe_zero.qformer.layouts import LAYOUT_NAMES, LAYOUTS, OUTSIDE, TEXT_NAMES, Placement, locate
+from moe_zero.qformer.model import QFormerModel
+from moe_zero.qformer.upcycling import upcycle
+from moe_zero.qformer.weight_files import WeightSource, open_weights, write_weights
+
+MODEL_TYPE = "moe_zero_qformer"
+"""``model_type`` in the ``config.json`` of our own folders."""
+TRANSFORMERS_SETTINGS = {
+    **{
+        name: name
+        for name in (
+            *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+            *("vocab_size", "max_position_embeddings", "num_query_tokens", "layer_norm_eps", "vision_layer_norm_eps"),
+            *("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range"),
+        )
+    },
+    "encoder_hidden_size": "encoder_width",
+    "cross_attention_frequency": "cross_attention_freq",
+}
+"""Settings of transformers' configurations, BERT's included, and what they are called here."""
+BERT_HEAD_SIZE = 64
+EXACT_GELU = ("gelu", "gelu_python")
+"""What transformers calls GELU in its erf form."""
+
+
+@dataclass
+class ConversionReport:
+    """What became of every tensor of a checkpoint."""
+
+    source: str
+    layout: str
+    """One of :data:`LAYOUT_NAMES`."""
+    prefix: str
+    """What the Q-Former's names begin with in the source."""
+    taken: dict[str, str] = field(default_factory=dict)
+    """Our name of each weight that was taken, and the source's."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Name of each tensor of the source that was not, and why."""
+    unexplained: list[str] = field(default_factory=list)
+    """Tensors of the source that were left and that nothing is known about."""
+    missing: list[str] = field(default_factory=list)
+    """Our weights that the source lacks; they are newly initialised."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Settings that the weights don't show: the value, and where it is from."""
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        reasons = Counter(self.left.values())
+        example = {reason: name for name, reason in reversed(self.left.items())}
+        prefix = f", under {self.prefix!r}" if self.prefix else ""
+        return "\n".join(
+            [
+                f"read {self.source}: names of {LAYOUTS[self.layout].title}{prefix}",
+                f"took {len(self.taken)} weights from {len(set(self.taken.values()))} tensors",
+                *(f"  {name} = {value}" for name, value in self.settings.items()),
+                *(f"left {count}: {reason} ({example[reason]} ...)" for reason, count in reasons.items()),
+                *(f"left, and not known what for: {name}" for name in self.unexplained),
+                *(f"missing, newly initialised: {name}" for name in self.missing),
+                *self.notes,
+            ]
+        )
+
+
+def load_qformer(
+    source: str | os.PathLike | nn.Module | Mapping,
+    *,
+    allow_missing: bool = False,
+    dtype: torch.dtype | None = None,
+    query_ffn_from_text: bool = False,
+    **settings,
+) -> tuple[QFormerModel, ConversionReport]:
+    """Build a Q-Former from a checkpoint.
+
+    Args:
+        source: a file, a folder, a module or a state dict; see :func:`moe_zero.qformer.weight_files.open_weights`. It
+            may be a whole model that a Q-Former is part of. Names may be those of any of :data:`LAYOUT_NAMES`.
+        allow_missing: initialise what the source lacks, and leave what is not known, instead of raising an error.
+        dtype: of the weights; by default each keeps its own, and what is new gets that of the queries' projection.
+        query_ffn_from_text: start the queries' feed-forward from the text's, for a BERT, which has no other.
+        settings: of :class:`QFormerConfig`, where the source doesn't record them or to put others in their place. Those
+            that the weights show must agree with them, except for a larger ``vocab_size``: its further rows start as
+            the mean of all words.
+
+    Returns:
+        The model, in evaluation mode and independent of the source's memory, and what was done.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: not a checkpoint of a known kind; a setting that contradicts the weights, or is needed and not
+            recorded; a weight of a wrong shape; and, unless ``allow_missing``, weights that the source lacks, or that
+            it has and that are not known. All are named.
+    """
+    opened = open_weights(source)
+    placement = locate(opened.weights)
+    if query_ffn_from_text and placement.layout_name != "bert":
+        raise ValueError(
+            f"query_ffn_from_text is for a BERT, but {opened.where} is a Q-Former with a query feed-forward of its own"
+        )
+    config, origins = _configuration(opened, placement, settings)
+    report = ConversionReport(opened.where, placement.layout_name, placement.prefix, settings=origins)
+    with torch.device("meta"):
+        model = QFormerModel(config)
+    for name in model.state_dict():
+        names = placement.candidates(name)
+        if query_ffn_from_text:
+            names.append(placement.prefix + _renamed(name, TEXT_NAMES))
+        found = next((candidate for candidate in names if candidate in opened.weights), None)
+        if found is None:
+            report.missing.append(name)
+        else:
+            report.taken[name] = found
+    _explain_left(opened, placement, report)
+    if not allow_missing:
+        _refuse(report)
+
+    tensors = {name: _read(opened, placement, name, found, report) for name, found in report.taken.items()}
+    if report.missing:
+        model = QFormerModel(config).to(tensors["encoder.layer.0.attention.self.query.weight"].dtype)
+    for name, shape in ((name, weight.shape) for name, weight in model.state_dict().items() if name in tensors):
+        if name == "embeddings.word_embeddings.weight":
+            tensors[name] = _with_rows(tensors[name], shape[0], report)
+        if tensors[name].shape != shape:
+            raise ValueError(
+                f"{report.taken[name]} has shape {list(tensors[name].shape)} in {opened.where}; as {name} of a model "
+                f"with its widths it must be {list(shape)}"
+            )
+    model.load_state_dict(tensors, strict=not report.missing, assign=True)
+    return model.to(dtype).eval(), report
+
+
+def export_state_dict(model: QFormerModel, to: str, *, prefix: str | None = None) -> dict[str, Tensor]:
+    """The weights of ``model`` by the names of another layout.
+
+    Args:
+        model: dense, unless the layout has names for experts.
+        to: one of :data:`LAYOUT_NAMES`. ``"bert"`` takes the text side alone.
+        prefix: of the Q-Former's own names, such as ``"qformer."`` in transformers' whole models; by default none for
+            transformers, ``"Qformer.bert."`` for LAVIS and the published code. ``query_tokens``, the LayerNorm on the
+            image features, and in ``"blip2"`` the text embeddings are named as they are in whole models, beside it.
+
+    The tensors are those of the model, not copies.
+
+    Raises:
+        ValueError: an unknown layout, or one that has no place for the model's experts, or that needs a text side.
+    """
+    if to not in LAYOUTS:
+        raise ValueError(f"to is {to!r}; it must be one of {', '.join(map(repr, LAYOUT_NAMES))}")
+    layout, config = LAYOUTS[to], model.config
+    if config.routed_layers and not layout.routed and layout.text != "only":
+        routed = ", ".join(key for key, other in LAYOUTS.items() if other.routed)
+        raise ValueError(
+            f"the model has experts in layers {list(config.routed_layers)}, and {layout.title} has no place for them; "
+            f"layouts for a mixture are {routed}"
+        )
+    if layout.text != "optional" and not config.use_text:
+        raise ValueError(f"the model has no text side, which {layout.title} needs")
+    prefix = layout.prefix if prefix is None else prefix
+    state = model.state_dict()
+    if layout.text == "only":
+        state = {name: tensor for name, tensor in state.items() if _is_text_side(name)}
+        words = state["embeddings.word_embeddings.weight"]
+        state["embeddings.token_type_embeddings.weight"] = words.new_zeros(2, words.shape[1])
+    return {layout.name(name, prefix): tensor for name, tensor in state.items()}
+
+
+def save_qformer(model: QFormerModel, target: str | os.PathLike, *, to: str = "moe-zero") -> Path:
+    """Write ``model`` by the names of a layout.
+
+    Args:
+        model: see :func:`export_state_dict`.
+        target: a file that ends in ``.safetensors`` or like a torch file (``.pth``: the tensors under ``model``, as in
+            LAVIS), or else a folder with ``model.safetensors`` and a ``config.json`` that ``from_pretrained`` of
+            transformers reads in the layouts ``"blip2"``, ``"instructblip"`` and ``"bert"``.
+        to: one of :data:`LAYOUT_NAMES`.
+
+    Returns:
+        The path of the weights. :func:`load_qformer` gets the same model from it, bit for bit; but for ``"bert"``,
+        which holds the text side alone.
+    """
+    tensors = {name: tensor.detach().contiguous() for name, tensor in export_state_dict(model, to).items()}
+    ours = {"model_type": MODEL_TYPE, **model.config.to_dict()}
+    recorded = {} if LAYOUTS[to].text == "only" else ours
+    return write_weights(tensors, Path(target), recorded, _folder_config(model.config, to) or ours)
+
+
+def convert(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    to: str = "moe-zero",
+    allow_missing: bool = False,
+    query_ffn_from_text: bool = False,
+    experts: int = 1,
+    beams: int = 3,
+    moe_layers: tuple[int, ...] | None = None,
+    equal: bool = False,
+    settings: Mapping | None = None,
+) -> ConversionReport:
+    """Read a checkpoint of one layout, make a mixture of it if asked to, and write it in another.
+
+    Args:
+        source, allow_missing, query_ffn_from_text, settings: see :func:`load_qformer`.
+        target, to: see :func:`save_qformer`.
+        experts, beams, moe_layers, equal: see :func:`moe_zero.qformer.upcycling.upcycle`, which is called if
+            ``experts`` is more than 1.
+
+    Returns:
+        What was done; its text is ready to be shown.
+
+    Raises:
+        ValueError, FileNotFoundError: as the functions named above, and where the target is the source.
+    """
+    source, target = Path(source), Path(target)
+    if source.resolve() == target.resolve():
+        raise ValueError(f"target is {target}, which is the source; write to another place")
+    model, report = load_qformer(
+        source, allow_missing=allow_missing, query_ffn_from_text=query_ffn_from_text, **(settings or {})
+    )
+    if experts > 1:
+        model = upcycle(model, num_experts=experts, num_beams=beams, moe_layers=moe_layers, equal=equal)
+        routed = ", ".join(map(str, model.config.routed_layers))
+        report.notes.append(f"made {experts} experts of each query feed-forward in layers {routed}; {beams} beams")
+    written = save_qformer(model, target, to=to)
+    if LAYOUTS[to].text == "only":
+        dropped = sum(not _is_text_side(name) for name in model.state_dict())
+        report.notes.append(f"not written, since {LAYOUTS[to].title} is a text side alone: {dropped} weights")
+    report.notes.append(f"wrote {written} with the names of {LAYOUTS[to].title}")
+    return report
+
+
+def _configuration(opened: WeightSource, placement: Placement, given: Mapping) -> tuple[QFormerConfig, dict[str, str]]:
+    """The configuration, and for settings that the weights don't show their values and where those are from."""
+    names = [setting.name for setting in fields(QFormerConfig)]
+    if unknown := sorted(set(given) - set(names)):
+        raise ValueError(f"unknown Q-Former setting {', '.join(unknown)}; the settings are {', '.join(names)}")
+    beside = {} if opened.config is None else _settings_of(opened.config, opened.where)
+    recorded = [("given", given), ("from its configuration", beside), ("recorded in its file", opened.embedded or {})]
+    shown = _shown_by_weights(opened, placement)
+    assumed = _assumed(opened, placement, shown)
+
+    values, origins = {}, {}
+    for name in names:
+        choices = [(where, found[name]) for where, found in recorded if found.get(name) is not None]
+        if name in shown:
+            values[name] = shown[name]
+            for where, value in choices:
+                value = tuple(value) if isinstance(value, list) else value
+                if name == "vocab_size" and (where != "given" or value >= shown[name]):
+                    # Published configurations count words that were never added to the weights, or were added later.
+                    values[name] = given.get(name) or shown[name]
+                elif value != shown[name]:
+                    hint = "; load it as it is, then call upcycle" if name in ("num_experts", "moe_layers") else ""
+                    raise ValueError(f"{name} is {value} ({where}), but the weights have {shown[name]}{hint}")
+        elif choices:
+            origin, values[name] = choices[0]
+            origins[name] = f"{values[name]}, {origin}"
+        elif name in assumed:
+            values[name], origin = assumed[name]
+            origins[name] = f"{values[name]}, not recorded: {origin}"
+    if values["num_experts"] > 1 and "num_beams" not in values:
+        raise ValueError(f"num_beams is not recorded in {opened.where}, and the weights don't show it; give num_beams")
+    return QFormerConfig(**values), origins
+
+
+def _settings_of(config: Mapping, where: str) -> dict:
+    """Our settings from our own configuration or from one of transformers', of a whole model or of its Q-Former."""
+    if "encoder_width" in config:
+        return {name: value for name, value in config.items() if name != "model_type"}
+    inner = config.get("qformer_config") or config
+    inner = inner if isinstance(inner, Mapping) else inner.to_dict()
+    if (activation := inner.get("hidden_act", "gelu")) not in EXACT_GELU:
+        raise ValueError(f"hidden_act is {activation!r} in the configuration of {where}; this Q-Former has exact GELU")
+    if (positions := inner.get("position_embedding_type", "absolute")) != "absolute":
+        raise ValueError(
+            f"position_embedding_type is {positions!r} in the configuration of {where}; this Q-Former's are absolute"
+        )
+    settings = {ours: inner[theirs] for theirs, ours in TRANSFORMERS_SETTINGS.items() if theirs in inner}
+    if inner is not config:
+        settings["num_query_tokens"] = config.get("num_query_tokens")
+        settings["vision_layer_norm_eps"] = (config.get("vision_config") or {}).get("layer_norm_eps")
+        # A Q-Former of ours in place of transformers' keeps there what transformers has no name for.
+        settings |= inner.get("moe_zero", {})
+    return settings
+
+
+def _shown_by_weights(opened: WeightSource, placement: Placement) -> dict:
+    """The settings that names and shapes tell."""
+    weights = opened.weights
+
+    def shape(name: str) -> torch.Size | None:
+        found = next((candidate for candidate in placement.candidates(name) if candidate in weights), None)
+        return None if found is None else weights[found].shape
+
+    def layers_with(name: str) -> tuple[int, ...]:
+        return tuple(i for i in range(shown["num_hidden_layers"]) if shape(f"encoder.layer.{i}.{name}") is not None)
+
+    layer = re.compile(re.escape(placement.prefix) + r"encoder\.layer\.(\d+)\..*")
+    indices = {int(match[1]) for name in weights if (match := layer.fullmatch(name))}
+    shown: dict = {"num_hidden_layers": max(indices) + 1}
+    shown["hidden_size"] = shape("encoder.layer.0.attention.self.query.weight")[0]
+
+    routed = layers_with("experts.gate.weight")
+    experts = 1
+    if routed:
+        experts = sum(
+            shape(f"encoder.layer.{routed[0]}.experts.experts.{e}.dense1.weight") is not None
+            for e in range(len(weights))
+        )
+        shown["moe_layers"] = routed
+    shown["num_experts"] = experts
+
+    text_ffn, words = shape("encoder.layer.0.intermediate.dense.weight"), shape("embeddings.word_embeddings.weight")
+    shown["use_text"] = text_ffn is not None or words is not None
+    if words is not None:
+        shown["vocab_size"] = words[0]
+    if (positions := shape("embeddings.position_embeddings.weight")) is not None:
+        shown["max_position_embeddings"] = positions[0]
+    ffn = ("experts.dense1.weight", "experts.experts.0.dense1.weight", "intermediate.dense.weight")
+    widths = [width for name in ffn if (width := shape(f"encoder.layer.0.{name}")) is not None]
+    if widths:
+        shown["intermediate_size"] = widths[0][0]
+    if placement.layout.text != "only":
+        shown["cross_attention_layers"] = cross = layers_with("crossattention.self.key.weight")
+        if cross:
+            shown["encoder_width"] = shape(f"encoder.layer.{cross[0]}.crossattention.self.key.weight")[1]
+    if (queries := shape("query_tokens")) is not None:
+        shown["num_query_tokens"] = queries[1]
+    return shown
+
+
+def _assumed(opened: WeightSource, placement: Placement, shown: Mapping) -> dict[str, tuple[object, str]]:
+    """Settings for when nothing records them, and why these."""
+    defaults = QFormerConfig()
+    heads = max(1, shown["hidden_size"] // BERT_HEAD_SIZE)
+    assumed = {
+        "num_attention_heads": (heads, f"BERT's heads have size {BERT_HEAD_SIZE}"),
+        "layer_norm_eps": (defaults.layer_norm_eps, "BERT's"),
+        "vision_layer_norm_eps": (defaults.vision_layer_norm_eps, "LAVIS's"),
+    }
+    if placement.layout.vision_norm != "ln_vision":
+        assumed["vision_layer_norm_eps"] = (1e-6, "transformers' default")
+    if shown["num_experts"] == 1:
+        return assumed | {"moe_layers": ((), "dense")}
+    return assumed | {
+        name: (getattr(defaults, name), "as published") for name in ("weight_type", "residual_from", "merge")
+    }
+
+
+def _explain_left(opened: WeightSource, placement: Placement, report: ConversionReport) -> None:
+    taken = set(report.taken.values())
+    for name in opened.weights:
+        if name in taken:
+            continue
+        if _is_token_types(name, placement):
+            report.left[name] = "its first row is added to the positions, all text being of one segment"
+        elif reason := placement.reason_left(name):
+            report.left[name] = reason
+        else:
+            report.unexplained.append(name)
+
+
+def _refuse(report: ConversionReport) -> None:
+    if not report.missing and not report.unexplained:
+        return
+    problems = []
+    if report.missing:
+        problems.append(f"it lacks {', '.join(report.missing)}")
+    if report.unexplained:
+        problems.append(f"it has, and nothing is known of, {', '.join(report.unexplained)}")
+    raise ValueError(
+        f"{report.source}, read as {LAYOUTS[report.layout].title}, does not fill the model: {'; '.join(problems)}. "
+        "With allow_missing (--allow-missing) what it lacks is newly initialised, and the rest left"
+    )
+
+
+def _read(opened: WeightSource, placement: Placement, name: str, found: str, report: ConversionReport) -> Tensor:
+    tensor = opened.weights[found].detach()
+    if name == "embeddings.position_embeddings.weight":
+        types = next((other for other in report.left if _is_token_types(other, placement)), None)
+        if types is not None:
+            return tensor + opened.weights[types].detach()[0]
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _is_token_types(name: str, placement: Placement) -> bool:
+    return placement.layout_name == "bert" and name == f"{placement.prefix}embeddings.token_type_embeddings.weight"
+
+
+def _with_rows(words: Tensor, rows: int, report: ConversionReport) -> Tensor:
+    if (new := rows - words.shape[0]) <= 0:
+        return words
+    report.notes.append(f"added {new} words to {words.shape[0]}, each the mean of all")
+    return torch.cat([words, words.mean(0, keepdim=True).expand(new, -1)])
+
+
+def _is_text_side(name: str) -> bool:
+    """Whether text alone passes through the weight."""
+    return name not in OUTSIDE and not re.search(r"\.(crossattention|experts|expert_ln)\.", name)
+
+
+def _renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    for part, theirs in renames:
+        name = name.replace(part, theirs)
+    return name
+
+
+def _folder_config(config: QFormerConfig, to: str) -> dict | None:
+    """``config.json`` as transformers reads it; ``None`` for layouts that it has no model for."""
+    model_types = {
+        "blip2": ("blip_2_qformer", "Blip2QFormerModel"),
+        "instructblip": ("instructblip_qformer", "InstructBlipQFormerModel"),
+        "bert": ("bert", "BertModel"),
+    }
+    if to not in model_types:
+        return None
+    model_type, architecture = model_types[to]
+    written = {
+        "model_type": model_type,
+        "architectures": [architecture],
+        "hidden_act": EXACT_GELU[0],
+        "pad_token_id": 0,
+    }
+    written |= {theirs: getattr(config, ours) for theirs, ours in TRANSFORMERS_SETTINGS.items()}
+    if to == "bert":
+        queries = ("encoder_hidden_size", "cross_attention_frequency", "num_query_tokens", "vision_layer_norm_eps")
+        return {name: value for name, value in written.items() if name not in queries} | {"type_vocab_size": 2}
+    written["cross_attention_frequency"] = _frequency(config)
+    if to == "blip2":
+        written["use_qformer_text_input"] = config.use_text
+    return written
+
+
+def _frequency(config: QFormerConfig) -> int:
+    count, layers = config.num_hidden_layers, tuple(config.cross_attention_layers)
+    for frequency in (config.cross_attention_freq, *range(1, count + 1)):
+        if tuple(range(0, count, frequency)) == layers:
+            return frequency
+    raise ValueError(
+        f"cross_attention_layers is {list(layers)}; transformers has cross-attention in layer 0 and every so many after"
+    )
