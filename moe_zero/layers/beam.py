@@ -5,20 +5,27 @@ the layers so far with the product of its probabilities as score, and one univer
 expert. Each routed layer extends every beam by every expert and keeps the K best.
 
 Legend of shape suffixes: B samples, N beams of a sample (K = N - 1 routed and 1 universal), M rows that enter
-(B in the first routed layer, B*N later), J routed beams of a sample that enter (1, then K), k beams that leave,
-E experts (R = E - 1 routed), Q query rows of a beam, D hidden size, L routed layers passed.
+(B in the first routed layer, B*N later), J routed beams of a sample that enter (1, then K), G = B * J of all samples,
+k beams of a sample that leave, S = B * k of all samples, E experts (R = E - 1 routed), Q query rows of a beam, D hidden
+size, L routed layers passed.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_zero.layers.ffn import GeluFeedForward
+from moe_zero.layers.experts import Experts
+from moe_zero.ops.beam_step import beam_step
+from moe_zero.ops.gate import gate
+from moe_zero.ops.gelu_ffn import gelu_ffn
+from moe_zero.ops.post_route import post_route_logits, post_route_outputs
 
+ROUTINGS = ("post_route", "pre_route")
 WEIGHT_TYPES = ("ffn_prob", "scaled_prob", "one_hot")
 
 
@@ -61,10 +68,12 @@ def importance_loss(importance: Tensor) -> Tensor:
 
 
 class BeamMoE(nn.Module):
-    """Post-routed experts with beam search and a universal expert.
+    """Experts routed by beam search, with a universal expert.
 
-    The gate looks at what the experts *produce* (post-route): the logit of expert e is the product of the gate vector
-    with the mean over the Q query rows of FFN_e's output.
+    Post-route, the gate looks at what the experts *produce*: the logit of expert e is the product of the gate vector
+    with the mean over the Q query rows of FFN_e's output. Since that is linear in the output, the second product of an
+    expert is computed only for beams that keep it. Pre-route, the gate looks at the mean of the input rows, and an
+    expert is computed only where it is kept.
 
     Args:
         hidden_size: D.
@@ -72,11 +81,16 @@ class BeamMoE(nn.Module):
         num_experts: E, at least 2; the last is the universal expert.
         num_beams: N, at least 2. Where a sample has fewer than K = N - 1 distinct routes yet (more beams than experts),
             the spare beams repeat one with score 0, so that a real route replaces them as soon as there is one.
+        routing: ``"post_route"`` or ``"pre_route"``.
         weight_type: ``"ffn_prob"`` weighs a routed output by its probability p, ``"scaled_prob"`` by R * p (1 where the
             gate prefers no expert, as between equal experts), ``"one_hot"`` by 1.
         dropout: on the output of each expert.
+        gate_sees_dropout: whether a post-route gate looks at the outputs after dropout, as in published code, which
+            takes all second products while dropout acts; otherwise at the outputs before it.
+        stacked: keep the experts' weights as one tensor [E, ...] of each kind; see :class:`Experts`.
 
-    State dict: ``experts.{0..E-1}.dense{1,2}.{weight,bias}`` and ``gate.weight`` [1, D].
+    State dict: ``experts.{0..E-1}.dense{1,2}.{weight,bias}`` (or stacked) and ``gate.weight``, [1, D] post-route and
+    [R, D] pre-route.
     """
 
     def __init__(
@@ -86,8 +100,11 @@ class BeamMoE(nn.Module):
         num_experts: int,
         num_beams: int,
         *,
+        routing: str = "post_route",
         weight_type: str = "ffn_prob",
         dropout: float = 0.0,
+        gate_sees_dropout: bool = True,
+        stacked: bool = False,
         device=None,
         dtype=None,
     ):
@@ -96,15 +113,19 @@ class BeamMoE(nn.Module):
             raise ValueError(f"num_experts is {num_experts}; beam routing needs at least 2 (one routed, one universal)")
         if num_beams < 2:
             raise ValueError(f"num_beams is {num_beams}; beam routing needs at least 2 (one routed, one universal)")
-        if weight_type not in WEIGHT_TYPES:
-            raise ValueError(f"weight_type is {weight_type!r}; it must be one of {', '.join(map(repr, WEIGHT_TYPES))}")
+        for name, value, choices in (("routing", routing, ROUTINGS), ("weight_type", weight_type, WEIGHT_TYPES)):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
         self.num_beams = num_beams
+        self.num_routed = num_experts - 1
+        self.routing = routing
         self.weight_type = weight_type
-        self.experts = nn.ModuleList(
-            GeluFeedForward(hidden_size, intermediate_size, dropout=dropout, device=device, dtype=dtype)
-            for _ in range(num_experts)
-        )
-        self.gate = nn.Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
+        self.gate_sees_dropout = gate_sees_dropout
+        like = {"device": device, "dtype": dtype}
+        sizes = (hidden_size, intermediate_size, num_experts)
+        self.experts = Experts(*sizes, stacked=stacked, dropout=dropout, **like)
+        rows = 1 if routing == "post_route" else self.num_routed
+        self.gate = nn.Linear(hidden_size, rows, bias=False, **like)
 
     def forward(self, x_MQD: Tensor, beams: BeamState | None = None, *, num_best: int | None = None) -> BeamMoEOutput:
         """Extend every beam by every expert and keep the best.
@@ -124,40 +145,63 @@ class BeamMoE(nn.Module):
             rows = x_MQD.unflatten(0, (-1, self.num_beams))
             routed, universal = rows[:, :-1], rows[:, -1:]
 
-        x_PQD = routed.flatten(0, 1)
-        y_BCQD = torch.stack([expert(x_PQD) for expert in self.experts[:-1]], dim=1)
-        y_BCQD = y_BCQD.unflatten(0, routed.shape[:2]).flatten(1, 2)  # candidates C = J * R, expert fastest
-        p_BC = self._probabilities(y_BCQD)
+        x_GQD = routed.flatten(0, 1)
+        dropping = self.training and self.experts.dropout_p > 0
+        dropped = dropping and self.routing == "post_route" and self.gate_sees_dropout
+        if dropped:
+            p_GR, outputs = self._post_route_dropped(x_GQD)
+        else:
+            p_GR, outputs = self._post_route(x_GQD) if self.routing == "post_route" else self._pre_route(x_GQD)
 
-        best, beams = self._search(p_BC.detach(), beams, k)
-        y_BkQD = y_BCQD.take_along_dim(best[:, :, None, None], dim=1)
-        if self.weight_type != "one_hot":
-            scale = len(self.experts) - 1 if self.weight_type == "scaled_prob" else 1
-            y_BkQD = scale * p_BC.gather(1, best)[:, :, None, None] * y_BkQD
-        hidden = torch.cat([y_BkQD, self.experts[-1](universal)], dim=1)
-        return BeamMoEOutput(hidden, beams, p_BC.view(-1, len(self.experts) - 1).sum(0))
+        scores, routes = (None, None) if beams is None else (beams.scores, beams.routes)
+        step = beam_step(scores, p_GR, k, routes)
+        groups_S, experts_S = step.parents.flatten(), step.experts.flatten()
+        y_SQD = outputs(groups_S, experts_S, self._weights(p_GR, groups_S, experts_S))
+        if dropping and not dropped:
+            y_SQD = F.dropout(y_SQD, self.experts.dropout_p)
+        hidden = torch.cat([y_SQD.unflatten(0, (-1, k)), self.experts[-1](universal)], dim=1)
+        parents = step.parents % routed.shape[1]
+        return BeamMoEOutput(hidden, BeamState(step.scores, step.routes, parents), p_GR.sum(0))
 
-    def _probabilities(self, y_BCQD: Tensor) -> Tensor:
-        """Softmax over the R experts of each beam, in fp32: routing must not depend on autocast's rounding."""
-        mean_BCD = y_BCQD.mean(dim=2, dtype=torch.float32)
-        logits_BC = (mean_BCD * self.gate.weight.squeeze(0).float()).sum(-1)
-        return logits_BC.unflatten(1, (-1, len(self.experts) - 1)).softmax(-1).flatten(1)
+    def _weights(self, p_GR: Tensor, groups_S: Tensor, experts_S: Tensor) -> Tensor | None:
+        if self.weight_type == "one_hot":
+            return None
+        p_S = p_GR.flatten().gather(0, groups_S * self.num_routed + experts_S)
+        return p_S * self.num_routed if self.weight_type == "scaled_prob" else p_S
 
-    def _search(self, p_BC: Tensor, beams: BeamState | None, k: int) -> tuple[Tensor, BeamState]:
-        """The k best candidates [B, k] of each sample and the beams that they make."""
-        num_routed = len(self.experts) - 1
-        scores_BC = p_BC
-        if beams is not None:
-            log_parent = beams.scores.log().repeat_interleave(num_routed, dim=1)
-            scores_BC = (p_BC.log() + log_parent).exp()
-        num_candidates = scores_BC.shape[1]
-        if k > num_candidates:
-            scores_BC = F.pad(scores_BC, (0, k - num_candidates))
-        # A stable sort, not topk: equal scores keep the order of beams and experts on every device.
-        scores, best = scores_BC.sort(dim=1, descending=True, stable=True)
-        scores, best = scores[:, :k], best[:, :k] % num_candidates
-        parents, experts = best // num_routed, best % num_routed
-        routes = experts.unsqueeze(-1)
-        if beams is not None:
-            routes = torch.cat([beams.routes.take_along_dim(parents.unsqueeze(-1), dim=1), routes], dim=-1)
-        return best, BeamState(scores, routes, parents)
+    # Each way to route returns the probabilities [G, R], fp32 whatever autocast does (rounding must not decide a
+    # route), and a function from groups [S], experts [S] and weights [S] to the outputs [S, Q, D] of the chosen pairs.
+
+    def _post_route(self, x_GQD: Tensor):
+        w1, b1, w2, b2 = self._routed_weights()
+        logits_GR, hidden = post_route_logits(x_GQD, self.gate.weight, w1, b1, w2, b2)
+        return logits_GR.softmax(-1), lambda *chosen: post_route_outputs(hidden, *chosen, w2, b2)
+
+    def _post_route_dropped(self, x_GQD: Tensor):
+        y_GRQD = torch.stack([expert(x_GQD) for expert in islice(self.experts, self.num_routed)], dim=1)
+        dtype = torch.promote_types(y_GRQD.dtype, torch.float32)
+        logits_GR = (y_GRQD.mean(dim=2, dtype=dtype) * self.gate.weight.squeeze(0).to(dtype)).sum(-1)
+
+        def outputs(groups_S: Tensor, experts_S: Tensor, weights_S: Tensor | None) -> Tensor:
+            y_SQD = y_GRQD.flatten(0, 1).index_select(0, groups_S * self.num_routed + experts_S)
+            return y_SQD if weights_S is None else weights_S[:, None, None] * y_SQD
+
+        return logits_GR.softmax(-1), outputs
+
+    def _pre_route(self, x_GQD: Tensor):
+        probs = gate(x_GQD, self.gate.weight, 1).probs
+
+        def outputs(groups_S: Tensor, experts_S: Tensor, weights_S: Tensor | None) -> Tensor:
+            Q = x_GQD.shape[1]
+            x_TD = x_GQD.index_select(0, groups_S).flatten(0, 1)
+            ids_T1, weights_T1 = (
+                None if per_pair is None else per_pair.repeat_interleave(Q).unsqueeze(1)
+                for per_pair in (experts_S, weights_S)
+            )
+            return gelu_ffn(x_TD, ids_T1, weights_T1, *self._routed_weights()).unflatten(0, (-1, Q))
+
+        return probs, outputs
+
+    def _routed_weights(self):
+        """Those of :meth:`Experts.weights` without the universal expert."""
+        return tuple(None if kind is None else kind[: self.num_routed] for kind in self.experts.weights())

@@ -48,6 +48,7 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         self.stacked = stacked
         self.approximate = approximate
+        self.dropout_p = dropout
         if stacked:
             D, W = hidden_size, intermediate_size
             shapes = {"dense1_weight": (W, D), "dense1_bias": (W,), "dense2_weight": (D, W), "dense2_bias": (D,)}

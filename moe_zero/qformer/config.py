@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from moe_zero.layers.beam import WEIGHT_TYPES
+from moe_zero.layers.beam import ROUTINGS, WEIGHT_TYPES
 
 RESIDUALS = ("row", "parent")
 MERGES = ("sum", "mean")
@@ -40,6 +40,10 @@ class QFormerConfig:
     """Experts of a routed layer, the universal one included; with 1 every layer is dense, whatever ``moe_layers``."""
     num_beams: int = 3
     """Beams of a sample, the universal one included; of no effect in a dense model."""
+    routing: str = "post_route"
+    """``"post_route"``: the gate looks at what the experts produce (as published); ``"pre_route"``: at their input."""
+    gate_sees_dropout: bool = True
+    """Whether a post-route gate looks at the experts' outputs after dropout (as published) or before it."""
     weight_type: str = "ffn_prob"
     """``"ffn_prob"``: a routed output is weighted by its expert's probability; ``"scaled_prob"``: by that times the
     number of routed experts, which is 1 between equal experts; ``"one_hot"``: not at all."""
@@ -81,6 +85,7 @@ class QFormerConfig:
             object.__setattr__(self, "cross_attention_layers", tuple(layers))
         for name in ("cross_attention_layers", "moe_layers"):
             object.__setattr__(self, name, self._checked_layers(name))
+        _check_choice("routing", self.routing, ROUTINGS)
         _check_choice("weight_type", self.weight_type, WEIGHT_TYPES)
         _check_choice("residual_from", self.residual_from, RESIDUALS)
         _check_choice("merge", self.merge, MERGES)

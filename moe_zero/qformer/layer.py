@@ -74,8 +74,10 @@ class QFormerLayer(nn.Module):
                 *sizes,
                 config.num_experts,
                 config.num_beams,
+                routing=config.routing,
                 weight_type=config.weight_type,
                 dropout=config.hidden_dropout_prob,
+                gate_sees_dropout=config.gate_sees_dropout,
             )
         else:
             self.experts = GeluFeedForward(*sizes, dropout=config.hidden_dropout_prob)

@@ -4,7 +4,7 @@ Nothing here is shared or skipped: queries and text in one tensor and sliced, ke
 beam, every expert on every row, a beam search in Python that reads its scores back sample by sample. Read it to learn
 what :class:`~moe_zero.qformer.QFormerModel` computes; it runs on that model's weights.
 
-Names: B samples, N beams, K = N - 1 routed beams, Q queries, S positions (queries, then text), R = E - 1 routed experts.
+Names: B samples, N beams, K = N - 1 routed beams, Q queries, S positions (queries, then text), R routed experts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_zero.qformer.attention import QFormerAttention
@@ -94,7 +93,7 @@ def attend(block: QFormerAttention, x: Tensor, source: Tensor, keep: Tensor) -> 
 
 
 def route(layer: QFormerLayer, config, x: Tensor, text: Tensor, beams, *, last: bool):
-    """One routed layer. ``beams`` is, for each sample, the list of (score, experts taken) of its K beams, best first."""
+    """One routed layer. ``beams``: for each sample the (score, experts taken) of its K routed beams, best first."""
     N, K, R = config.num_beams, config.num_beams - 1, config.num_experts - 1
     first = beams is None
     B = x.shape[0] if first else len(beams)
