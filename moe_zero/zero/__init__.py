@@ -1,5 +1,6 @@
 """ZeRO-3: parameters, gradients and optimizer states sharded over ranks (arXiv 1910.02054, stage 3)."""
 
+from moe_zero.zero.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from moe_zero.zero.collectives import RanksDisagree, Statistics, Traffic
 from moe_zero.zero.flat_layer import FROZEN_PARAMS_IDX, TRAINING_PARAMS_IDX
 from moe_zero.zero.layer import Zero3Layer
@@ -15,5 +16,8 @@ __all__ = [
     "Traffic",
     "Zero3Layer",
     "Zero3Sequential",
+    "find_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
     "shard",
 ]

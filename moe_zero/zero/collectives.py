@@ -170,6 +170,7 @@ class Communicator:
         self.replicate_group = replicate_group
         self.rank = dist.get_rank(process_group) if distributed else 0
         self.world_size = dist.get_world_size(process_group) if distributed else 1
+        self.replica = dist.get_rank(replicate_group) if replicate_group is not None else 0
         self.replicas = dist.get_world_size(replicate_group) if replicate_group is not None else 1
         self.statistics = Statistics()
         self._layers: list[str] = []

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -40,10 +41,14 @@ class Ranks:
             self._connections.append(Connection(ours.detach()))
         self._receive(START_SECONDS, "start")
 
+    def start(self, function: Callable, *args) -> None:
+        """Has all ranks begin ``function(*args)``; nobody waits for the result."""
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args)))
+
     def __call__(self, function: Callable, *args, seconds: float = 90) -> list:
         """Runs ``function(*args)`` on all ranks at once; what each returned. Its failure is this test's."""
-        for connection in self._connections:
-            connection.send((inspect.getfile(function), function.__name__, args))
+        self.start(function, *args)
         answers = self._receive(seconds, function.__name__)
         failures = [f"--- rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
         if failures:
@@ -58,7 +63,7 @@ class Ranks:
             try:
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(f"no answer within {seconds} s")
-                answers.append(connection.recv())
+                answers.append(pickle.loads(connection.recv_bytes()))
             except (EOFError, OSError) as error:
                 self.stop()
                 pytest.fail(f"{what}: rank {rank} of {self.world_size}: {type(error).__name__} {error}", pytrace=False)

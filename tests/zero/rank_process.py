@@ -3,6 +3,7 @@ told."""
 
 import importlib.util
 import os
+import pickle
 import sys
 import traceback
 from datetime import timedelta
@@ -20,6 +21,11 @@ def load(path: str, cache: dict):
     return cache[path]
 
 
+def reply(connection: Connection, answer: object) -> None:
+    # Tensors by value: Connection.send would pass handles of shared memory.
+    connection.send_bytes(pickle.dumps(answer))
+
+
 def main() -> None:
     handle, rank, world_size, rendezvous, timeout = sys.argv[1:]
     connection = Connection(int(handle))
@@ -32,18 +38,18 @@ def main() -> None:
             world_size=int(world_size),
             timeout=timedelta(seconds=float(timeout)),
         )
-    connection.send(None)
+    reply(connection, None)
     modules: dict = {}
     while True:
         try:
-            path, name, args = connection.recv()
+            path, name, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             break
         try:
             torch.manual_seed(0)
-            connection.send((True, getattr(load(path, modules), name)(*args)))
+            reply(connection, (True, getattr(load(path, modules), name)(*args)))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            reply(connection, (False, traceback.format_exc()))
     os._exit(0)  # no waiting for collectives that a failed test left behind
 
 
