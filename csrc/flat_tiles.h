@@ -54,129 +54,179 @@ struct alignas(sizeof(T) * N) Vector {
   T at[N];
 };
 
-// At most 16 bytes in one instruction: wider vectors are made of several.
+// Elements of one access: at most 16 bytes; wider groups are made of several.
+template <typename T, int N>
+constexpr int kPart = sizeof(T) * N > kVectorBytes ? kVectorBytes / static_cast<int>(sizeof(T)) : N;
+
+// Arrays stay in registers only if every loop over them is unrolled.
 template <typename T, int N>
 MOE_ZERO_HD void load(const T* source, T (&out)[N]) {
-  constexpr int kPart = sizeof(T) * N > kVectorBytes ? kVectorBytes / static_cast<int>(sizeof(T)) : N;
-  for (int part = 0; part < N; part += kPart) {
-    const auto vector = *reinterpret_cast<const Vector<T, kPart>*>(source + part);
-    for (int i = 0; i < kPart; ++i) out[part + i] = vector.at[i];
+  MOE_ZERO_UNROLL
+  for (int part = 0; part < N; part += kPart<T, N>) {
+    const auto vector = *reinterpret_cast<const Vector<T, kPart<T, N>>*>(source + part);
+    MOE_ZERO_UNROLL
+    for (int i = 0; i < kPart<T, N>; ++i) out[part + i] = vector.at[i];
   }
 }
 
 template <typename T, int N>
 MOE_ZERO_HD void store(T* target, const T (&in)[N]) {
-  constexpr int kPart = sizeof(T) * N > kVectorBytes ? kVectorBytes / static_cast<int>(sizeof(T)) : N;
-  for (int part = 0; part < N; part += kPart) {
-    Vector<T, kPart> vector;
-    for (int i = 0; i < kPart; ++i) vector.at[i] = in[part + i];
-    *reinterpret_cast<Vector<T, kPart>*>(target + part) = vector;
+  MOE_ZERO_UNROLL
+  for (int part = 0; part < N; part += kPart<T, N>) {
+    Vector<T, kPart<T, N>> vector;
+    MOE_ZERO_UNROLL
+    for (int i = 0; i < kPart<T, N>; ++i) vector.at[i] = in[part + i];
+    *reinterpret_cast<Vector<T, kPart<T, N>>*>(target + part) = vector;
   }
 }
 
-template <typename T, int N>
-MOE_ZERO_HD bool aligned(const T* pointer) {
-  constexpr int kBytes = sizeof(T) * N > kVectorBytes ? kVectorBytes : static_cast<int>(sizeof(T)) * N;
-  return reinterpret_cast<uint64_t>(pointer) % kBytes == 0;
-}
+// How `count` elements at `flat` split: single elements up to the first 16-byte boundary, whole vectors, and single
+// elements behind them.
+struct Split {
+  int64_t head;
+  int64_t vectors;
+  int64_t count;
 
-// Elements before the first one that starts a 16-byte vector of the flat buffer.
+  // The element of one of the `singles()` first threads; there are fewer than two vectors' worth of them.
+  MOE_ZERO_HD int64_t single(int thread, int per_vector) const {
+    return thread < head ? thread : thread + vectors * per_vector;
+  }
+  MOE_ZERO_HD int64_t singles(int per_vector) const { return count - vectors * per_vector; }
+};
+
 template <typename F>
-MOE_ZERO_HD int64_t head_count(const F* flat, int64_t count) {
+MOE_ZERO_HD Split split(const F* flat, int64_t count) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
   const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uint64_t>(flat) % kVectorBytes);
   const int64_t head = misaligned == 0 ? 0 : (kVectorBytes - misaligned) / static_cast<int64_t>(sizeof(F));
-  return head < count ? head : count;
+  if (head >= count) return Split{count, 0, count};
+  return Split{head, (count - head) / N, count};
 }
 
-// What one thread does of `count` elements that start at element `start` of a tensor and at `flat`: its share of the
-// single elements in front of and behind the aligned middle, and of the middle's vectors. Neighbouring threads touch
-// neighbouring vectors.
+// Whether the tensor's side of the vectors is aligned too.
+template <typename T, int N>
+MOE_ZERO_HD bool aligned(const T* pointer) {
+  return reinterpret_cast<uint64_t>(pointer) % (sizeof(T) * kPart<T, N>) == 0;
+}
+
+// Vectors that a thread loads before it stores the first, so that enough loads are in flight: 64 bytes of the wider side.
+template <typename S, typename D>
+constexpr int kBatch = sizeof(S) <= sizeof(D) ? 4 : sizeof(S) == 2 * sizeof(D) ? 2 : 1;
+
+// What one thread does of `count` elements that start at element `start` of a tensor and at `flat`. Neighbouring threads
+// touch neighbouring vectors, or neighbouring elements where the tensor is strided or misaligned.
 template <typename T, typename F>
 MOE_ZERO_HD void pack_share(const uint64_t* words, TensorWord word, int64_t start, F* flat, int64_t count,
                             const CopyArgs& args, int thread, Stats* stats) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
-  const int64_t head = head_count(flat, count);
-  const int64_t vectors = (count - head) / N;
-  const bool dense = !word.strided();
-  const T* source = element<T>(words, word, 0);
-  for (int64_t v = thread; v < vectors; v += kThreads) {
-    const int64_t i = head + v * N;
-    T in[N];
-    if (dense && aligned<T, N>(source + start + i)) {
-      load<T, N>(source + start + i, in);
-    } else {
-      for (int k = 0; k < N; ++k) in[k] = *element<const T>(words, word, start + i + k);
+  constexpr int B = kBatch<T, F>;
+  const Split parts = split(flat, count);
+  const T* dense = word.strided() ? nullptr : element<const T>(words, word, start);
+  if (!dense || !aligned<T, N>(dense + parts.head)) {
+    for (int64_t i = thread; i < count; i += kThreads) {
+      const F out = transform(*element<const T>(words, word, start + i), F{}, args);
+      if (stats) stats->add(out);
+      flat[i] = out;
     }
-    F out[N];
-    for (int k = 0; k < N; ++k) {
-      out[k] = transform(in[k], out[k], args);
-      if (stats) stats->add(out[k]);
-    }
-    store<F, N>(flat + i, out);
+    return;
   }
-  const int64_t singles = count - vectors * N;  // fewer than 2 * N, so one per thread
-  if (thread < singles) {
-    const int64_t i = thread < head ? thread : thread + vectors * N;
-    flat[i] = transform(*element<const T>(words, word, start + i), flat[i], args);
-    if (stats) stats->add(flat[i]);
+  for (int64_t first = thread; first < parts.vectors; first += B * kThreads) {
+    T in[B][N] = {};
+    MOE_ZERO_UNROLL
+    for (int b = 0; b < B; ++b) {
+      const int64_t v = first + b * kThreads;
+      if (v < parts.vectors) load<T, N>(dense + parts.head + v * N, in[b]);
+    }
+    MOE_ZERO_UNROLL
+    for (int b = 0; b < B; ++b) {
+      const int64_t v = first + b * kThreads;
+      F out[N];
+      MOE_ZERO_UNROLL
+      for (int k = 0; k < N; ++k) {
+        out[k] = transform(in[b][k], F{}, args);
+        if (stats && v < parts.vectors) stats->add(out[k]);
+      }
+      if (v < parts.vectors) store<F, N>(flat + parts.head + v * N, out);
+    }
+  }
+  if (thread < parts.singles(N)) {
+    const int64_t i = parts.single(thread, N);
+    const F out = transform(dense[i], F{}, args);
+    if (stats) stats->add(out);
+    flat[i] = out;
   }
 }
 
 template <typename F>
 MOE_ZERO_HD void zero_share(F* flat, int64_t count, int thread) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
-  const int64_t head = head_count(flat, count);
-  const int64_t vectors = (count - head) / N;
+  const Split parts = split(flat, count);
   const F zeros[N] = {};
-  for (int64_t v = thread; v < vectors; v += kThreads) store<F, N>(flat + head + v * N, zeros);
-  const int64_t singles = count - vectors * N;
-  if (thread < singles) flat[thread < head ? thread : thread + vectors * N] = F{};
+  for (int64_t v = thread; v < parts.vectors; v += kThreads) store<F, N>(flat + parts.head + v * N, zeros);
+  if (thread < parts.singles(N)) flat[parts.single(thread, N)] = F{};
 }
 
 template <typename F, typename T>
 MOE_ZERO_HD void unpack_share(const uint64_t* words, TensorWord word, int64_t start, const F* flat, int64_t count,
                               const CopyArgs& args, int thread) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
-  const int64_t head = head_count(flat, count);
-  const int64_t vectors = (count - head) / N;
-  const bool dense = !word.strided();
-  T* target = element<T>(words, word, 0);
-  for (int64_t v = thread; v < vectors; v += kThreads) {
-    const int64_t i = head + v * N;
-    F in[N];
-    load<F, N>(flat + i, in);
-    if (dense && aligned<T, N>(target + start + i)) {
-      T out[N];
-      if (args.accumulate) load<T, N>(target + start + i, out);
-      for (int k = 0; k < N; ++k) out[k] = transform(in[k], out[k], args);
-      store<T, N>(target + start + i, out);
-    } else {
-      for (int k = 0; k < N; ++k) {
-        T* out = element<T>(words, word, start + i + k);
-        *out = transform(in[k], *out, args);
-      }
+  constexpr int B = kBatch<T, F>;
+  const Split parts = split(flat, count);
+  T* dense = word.strided() ? nullptr : element<T>(words, word, start);
+  if (!dense || !aligned<T, N>(dense + parts.head)) {
+    for (int64_t i = thread; i < count; i += kThreads) {
+      T* out = element<T>(words, word, start + i);
+      *out = transform(flat[i], args.accumulate ? *out : T{}, args);
+    }
+    return;
+  }
+  for (int64_t first = thread; first < parts.vectors; first += B * kThreads) {
+    F in[B][N] = {};
+    T out[B][N] = {};
+    MOE_ZERO_UNROLL
+    for (int b = 0; b < B; ++b) {
+      const int64_t v = first + b * kThreads;
+      if (v < parts.vectors) load<F, N>(flat + parts.head + v * N, in[b]);
+      if (v < parts.vectors && args.accumulate) load<T, N>(dense + parts.head + v * N, out[b]);
+    }
+    MOE_ZERO_UNROLL
+    for (int b = 0; b < B; ++b) {
+      const int64_t v = first + b * kThreads;
+      MOE_ZERO_UNROLL
+      for (int k = 0; k < N; ++k) out[b][k] = transform(in[b][k], out[b][k], args);
+      if (v < parts.vectors) store<T, N>(dense + parts.head + v * N, out[b]);
     }
   }
-  const int64_t singles = count - vectors * N;
-  if (thread < singles) {
-    const int64_t i = thread < head ? thread : thread + vectors * N;
-    T* out = element<T>(words, word, start + i);
-    *out = transform(flat[i], *out, args);
+  if (thread < parts.singles(N)) {
+    const int64_t i = parts.single(thread, N);
+    dense[i] = transform(flat[i], args.accumulate ? dense[i] : T{}, args);
   }
 }
 
-// Calls body with a null pointer to the type of a dtype code (flat_plan.h's DType). Host code passes host lambdas and
-// device code device lambdas, which nvcc has to be told not to mind.
-#if defined(__CUDACC__)
-#pragma nv_exec_check_disable
-#endif
-template <typename Body>
-MOE_ZERO_HD void with_type(int dtype, const Body& body) {
-  switch (dtype) {
-    case 0: return body(static_cast<double*>(nullptr));
-    case 1: return body(static_cast<float*>(nullptr));
-    case 2: return body(static_cast<Half*>(nullptr));
-    default: return body(static_cast<BFloat16*>(nullptr));
+// Dispatch on the dtypes (flat_plan.h's codes) of tensor and flat buffer: one branch for a whole block. Spelled out,
+// because nvcc does not inline lambdas, and calls spill registers.
+template <typename F>
+MOE_ZERO_HD void pack_share(const uint64_t* words, TensorWord word, int64_t start, char* flat, int64_t first,
+                            int64_t count, const CopyArgs& args, int thread, Stats* stats) {
+  F* target = reinterpret_cast<F*>(flat) + first;
+  if (!word.present()) return zero_share<F>(target, count, thread);
+  switch (word.dtype()) {
+    case 0: return pack_share<double, F>(words, word, start, target, count, args, thread, stats);
+    case 1: return pack_share<float, F>(words, word, start, target, count, args, thread, stats);
+    case 2: return pack_share<Half, F>(words, word, start, target, count, args, thread, stats);
+    default: return pack_share<BFloat16, F>(words, word, start, target, count, args, thread, stats);
+  }
+}
+
+template <typename F>
+MOE_ZERO_HD void unpack_share(const uint64_t* words, TensorWord word, int64_t start, const char* flat, int64_t first,
+                              int64_t count, const CopyArgs& args, int thread) {
+  const F* source = reinterpret_cast<const F*>(flat) + first;
+  switch (word.dtype()) {
+    case 0: return unpack_share<F, double>(words, word, start, source, count, args, thread);
+    case 1: return unpack_share<F, float>(words, word, start, source, count, args, thread);
+    case 2: return unpack_share<F, Half>(words, word, start, source, count, args, thread);
+    default: return unpack_share<F, BFloat16>(words, word, start, source, count, args, thread);
   }
 }
 
@@ -197,23 +247,24 @@ MOE_ZERO_HD Span span_of(const TablePiece* pieces, const Tile* tiles, int64_t ti
   return Span{piece, at.first, left < most ? left : most};
 }
 
-// One thread's part of one tile of pack. Tensors from first_tensor on have words; others belong to another launch.
+// One thread's part of one tile of pack. The launch has words for tensors from first_tensor on; tiles of other tensors
+// belong to other launches, and the padding to the first.
 MOE_ZERO_HD void pack_tile(const TablePiece* pieces, const Tile* tiles, int64_t tile, int thread,
-                           const uint64_t* words, int64_t first_tensor, int64_t num_tensors, bool padding, char* flat,
+                           const uint64_t* words, int64_t first_tensor, int64_t num_tensors, char* flat,
                            const CopyArgs& args, Stats* stats) {
   const Span span = span_of(pieces, tiles, tile);
   const int64_t index = span.piece.tensor - first_tensor;
-  if (span.piece.tensor < 0 ? !padding : index < 0 || index >= num_tensors) return;
-  const TensorWord word{span.piece.tensor < 0 ? 0 : words[index]};
-  with_type(span.piece.dtype(), [&](auto* flat_tag) {
-    using F = std::remove_pointer_t<decltype(flat_tag)>;
-    F* target = reinterpret_cast<F*>(flat + span.piece.flat_byte) + span.first;
-    if (!word.present()) return zero_share(target, span.count, thread);
-    with_type(word.dtype(), [&](auto* tensor_tag) {
-      using T = std::remove_pointer_t<decltype(tensor_tag)>;
-      pack_share<T, F>(words, word, span.piece.tensor_start() + span.first, target, span.count, args, thread, stats);
-    });
-  });
+  const bool padding = span.piece.tensor < 0;
+  if (padding ? first_tensor != 0 : index < 0 || index >= num_tensors) return;
+  const TensorWord word{padding ? 0 : words[index]};
+  const int64_t start = span.piece.tensor_start() + span.first;
+  char* target = flat + span.piece.flat_byte;
+  switch (span.piece.dtype()) {
+    case 0: return pack_share<double>(words, word, start, target, span.first, span.count, args, thread, stats);
+    case 1: return pack_share<float>(words, word, start, target, span.first, span.count, args, thread, stats);
+    case 2: return pack_share<Half>(words, word, start, target, span.first, span.count, args, thread, stats);
+    default: return pack_share<BFloat16>(words, word, start, target, span.first, span.count, args, thread, stats);
+  }
 }
 
 MOE_ZERO_HD void unpack_tile(const TablePiece* pieces, const Tile* tiles, int64_t tile, int thread,
@@ -223,14 +274,14 @@ MOE_ZERO_HD void unpack_tile(const TablePiece* pieces, const Tile* tiles, int64_
   const int64_t index = span.piece.tensor - first_tensor;
   if (span.piece.tensor < 0 || index < 0 || index >= num_tensors) return;
   const TensorWord word{words[index]};
-  with_type(span.piece.dtype(), [&](auto* flat_tag) {
-    using F = std::remove_pointer_t<decltype(flat_tag)>;
-    const F* source = reinterpret_cast<const F*>(flat + span.piece.flat_byte) + span.first;
-    with_type(word.dtype(), [&](auto* tensor_tag) {
-      using T = std::remove_pointer_t<decltype(tensor_tag)>;
-      unpack_share<F, T>(words, word, span.piece.tensor_start() + span.first, source, span.count, args, thread);
-    });
-  });
+  const int64_t start = span.piece.tensor_start() + span.first;
+  const char* source = flat + span.piece.flat_byte;
+  switch (span.piece.dtype()) {
+    case 0: return unpack_share<double>(words, word, start, source, span.first, span.count, args, thread);
+    case 1: return unpack_share<float>(words, word, start, source, span.first, span.count, args, thread);
+    case 2: return unpack_share<Half>(words, word, start, source, span.first, span.count, args, thread);
+    default: return unpack_share<BFloat16>(words, word, start, source, span.first, span.count, args, thread);
+  }
 }
 
 // Elements of a row that one thread block of sum_rows adds up.

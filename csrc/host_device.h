@@ -3,6 +3,8 @@
 
 #if defined(__CUDACC__)
 #define MOE_ZERO_HD __host__ __device__ __forceinline__
+#define MOE_ZERO_UNROLL _Pragma("unroll")
 #else
 #define MOE_ZERO_HD inline
+#define MOE_ZERO_UNROLL
 #endif

@@ -34,7 +34,6 @@ struct Launch {
   CopyArgs args;
   int64_t first_tensor;
   int64_t num_tensors;
-  bool first_launch;  // the one that writes the padding
   uint64_t words[kCapacity];
 };
 
@@ -59,12 +58,12 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   const int64_t tile = blockIdx.x;
   Stats stats;
   pack_tile(launch.pieces, launch.tiles, tile, static_cast<int>(threadIdx.x), launch.words, launch.first_tensor,
-            launch.num_tensors, launch.first_launch, launch.flat, launch.args, kStats ? &stats : nullptr);
+            launch.num_tensors, launch.flat, launch.args, kStats ? &stats : nullptr);
   if constexpr (kStats) {
     // A later launch must not wipe out the sums of an earlier one: only the launch that owns the tile writes.
     const int64_t tensor = launch.pieces[launch.tiles[tile].piece].tensor;
     const int64_t index = tensor - launch.first_tensor;
-    if (tensor < 0 ? launch.first_launch : index >= 0 && index < launch.num_tensors) {
+    if (tensor < 0 ? launch.first_tensor == 0 : index >= 0 && index < launch.num_tensors) {
       reduce_block(stats, launch.partial + 2 * tile);
     }
   }
@@ -128,6 +127,17 @@ void finish_stats(const CudaStats& stats, int64_t num_blocks, cudaStream_t strea
   }
 }
 
+// Calls body with a null pointer to the type.
+template <typename Body>
+void with_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat64: return body(static_cast<double*>(nullptr));
+    case DType::kFloat32: return body(static_cast<float*>(nullptr));
+    case DType::kFloat16: return body(static_cast<Half*>(nullptr));
+    default: return body(static_cast<BFloat16*>(nullptr));
+  }
+}
+
 enum class Direction { kPack, kUnpack };
 
 template <Direction kDirection, int kCapacity>
@@ -141,7 +151,6 @@ void launch_words(const CudaPlan& plan, const std::vector<uint64_t>& words, int6
   launch.args = args;
   launch.first_tensor = first;
   launch.num_tensors = count;
-  launch.first_launch = first == 0;
   memcpy(launch.words, words.data(), words.size() * sizeof(uint64_t));
   const auto grid = static_cast<unsigned>(plan.num_tiles);
   const auto stream = static_cast<cudaStream_t>(plan.stream);
@@ -209,9 +218,9 @@ const char* sum_rows_cuda(int device, void* stream, const void* rows, DType rows
   const int64_t blocks = (row_numel + kSumRowsTile - 1) / kSumRowsTile;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (blocks > 0) {
-    with_type(static_cast<int>(rows_dtype), [&](auto* rows_tag) {
+    with_type(rows_dtype, [&](auto* rows_tag) {
       using S = std::remove_pointer_t<decltype(rows_tag)>;
-      with_type(static_cast<int>(out_dtype), [&](auto* out_tag) {
+      with_type(out_dtype, [&](auto* out_tag) {
         using D = std::remove_pointer_t<decltype(out_tag)>;
         const auto kernel = stats.partial ? sum_rows_kernel<S, D, true> : sum_rows_kernel<S, D, false>;
         kernel<<<static_cast<unsigned>(blocks), kThreads, 0, cuda_stream>>>(
