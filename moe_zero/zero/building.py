@@ -135,12 +135,12 @@ def _slots(
             raise ValueError(f"parameter {name!r} is sharded already")
         names.setdefault(id(parameter), []).append(name)
     slots: dict[int, Slot] = {}
-    owners: dict[int, set[str]] = {}
-    for path, owner in module.named_modules():
-        layer = path
-        while layer not in modules:
-            layer = layer.rpartition(".")[0]
-        for attribute, parameter in owner._parameters.items():
+    owners: dict[int, dict[str, None]] = {}
+    layer_of_module = {id(layer): name for name, layer in modules.items()}
+
+    def collect(inner: nn.Module, layer: str) -> None:
+        layer = layer_of_module.get(id(inner), layer)
+        for attribute, parameter in inner._parameters.items():
             if parameter is None:
                 continue
             slot = slots.get(id(parameter))
@@ -149,12 +149,17 @@ def _slots(
                 slot.tag = 0 if group_fn is None else group_fn(slot.name, parameter)
                 if not isinstance(slot.tag, int):
                     raise TypeError(f"group_fn gave {slot.tag!r} for parameter {slot.name!r}; a tag is an int")
-            slot.sites.append((owner, attribute))
-            owners.setdefault(id(parameter), set()).add(layer)
+            if (inner, attribute) not in slot.sites:
+                slot.sites.append((inner, attribute))
+            owners.setdefault(id(parameter), {})[layer] = None
+        for child in inner.children():
+            collect(child, layer)
+
+    collect(module, "")
     of_layer: dict[str, list[Slot]] = {name: [] for name in modules}
     for key, slot in slots.items():
         # A parameter tied across layers belongs to the rest of the model, which is there whenever one of its layers is.
-        of_layer[owners[key].pop() if len(owners[key]) == 1 else ""].append(slot)
+        of_layer[next(iter(owners[key])) if len(owners[key]) == 1 else ""].append(slot)
     return of_layer
 
 

@@ -132,7 +132,7 @@ class FlatLayer:
         self._rows: Tensor | None = None
         self._pending: Pending | None = None
         self._version_in_use = -1
-        self._installed = False
+        self._shown = True
         self._with_gradient: set[int] = set()
         self.holds_gradients = False
         self.schedule: Schedule | None = None
@@ -245,8 +245,7 @@ class FlatLayer:
 
     @torch.no_grad()
     def scatter(self, values: Sequence[Tensor] | None) -> None:
-        """Sets all shards from the ``values`` (one per slot) that rank 0 has. Collective."""
-        self.free()
+        """Sets all shards from the ``values`` (one per slot) that rank 0 has. Collective; the layer must be free."""
         if self.shard.numel() == 0:
             return
         rows = None
@@ -259,10 +258,12 @@ class FlatLayer:
     def gather_values(self, shard: Tensor | None = None) -> list[Tensor]:
         """The full values of all slots in the shards' dtype, as new tensors; of another ``shard`` of the same layout if
         given. Collective."""
+        if not self.slots:
+            return []
         shard = self.shard if shard is None else shard
         values = [torch.empty(slot.placeholder.shape, dtype=self.dtype, device=self.comm.device) for slot in self.slots]
         rows = shard
-        if self.comm.world_size > 1 and shard.numel():
+        if self.comm.world_size > 1:
             rows = shard.new_empty(self.comm.world_size * shard.numel())
             self.comm.gather(rows, shard, self._index).wait()
         unpack(rows, self.master_plan, values)
@@ -333,7 +334,8 @@ class FlatLayer:
         self._state = "ready"
 
     def free(self) -> None:
-        """Gives back the memory of the full parameters."""
+        """Gives back the memory of the full parameters and puts placeholders into the modules."""
+        self.hide()
         if self._state == "fetching" and self._pending is not None:
             self._pending.wait()
         self._rows = self._pending = None
@@ -343,15 +345,19 @@ class FlatLayer:
 
     def show(self) -> None:
         """Puts the full parameters into the modules, for the computation."""
-        for slot in self.slots:
-            for module, attribute in slot.sites:
-                module._parameters[attribute] = slot.parameter
+        if not self._shown:
+            self._shown = True
+            for slot in self.slots:
+                for module, attribute in slot.sites:
+                    module._parameters[attribute] = slot.parameter
 
     def hide(self) -> None:
         """Puts placeholders into the modules."""
-        for slot in self.slots:
-            for module, attribute in slot.sites:
-                module._parameters[attribute] = slot.placeholder
+        if self._shown:
+            self._shown = False
+            for slot in self.slots:
+                for module, attribute in slot.sites:
+                    module._parameters[attribute] = slot.placeholder
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the storage of the full parameters."""

@@ -117,5 +117,4 @@ class Zero3Layer(ShardedModule):
 
     def free_params(self) -> None:
         """Gives back the memory of the full parameters and puts placeholders into the module."""
-        self.flat.hide()
         self.flat.free()

@@ -190,7 +190,8 @@ class Schedule:
             with saved_tensors_hooks(*self._saving(use)):
                 return forward(*args, **kwargs)
         finally:
-            layer.hide()
+            if not _in_backward():
+                layer.hide()
             self._running.discard(layer)
 
     def _saving(self, use: Use) -> tuple[Callable, Callable]:
@@ -278,6 +279,7 @@ class Schedule:
             else:
                 self._arrive_unrecorded(backward, layer)
         layer.finish_fetch()
+        layer.show()  # for what is computed again inside the layer
 
     def _passed_over(self, backward: _Backward, use: Use) -> list[Use]:
         """Uses between the last one reached and this one. This rank's gradient does not come by them, but that of other

@@ -173,6 +173,7 @@ class ShardedModule(nn.Module):
             current = None
             if any(slot.name in missing for slot in layer.slots):
                 current = layer.gather_values()
+            layer.free()
             values = None
             if self.comm.rank == 0:
                 values = [
