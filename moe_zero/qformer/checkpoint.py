@@ -24,6 +24,8 @@ from moe_zero.qformer.weight_files import WeightSource, open_weights, write_weig
 
 MODEL_TYPE = "moe_zero_qformer"
 """``model_type`` in the ``config.json`` of our own folders."""
+MIXTURE_FIELD = "moe_zero"
+"""Where a whole model's ``qformer_config`` keeps the settings of a mixture in the place of its Q-Former."""
 TRANSFORMERS_SETTINGS = {
     **{
         name: name
@@ -252,7 +254,7 @@ def _configuration(opened: WeightSource, placement: Placement, given: Mapping) -
     names = [setting.name for setting in fields(QFormerConfig)]
     if unknown := sorted(set(given) - set(names)):
         raise ValueError(f"unknown Q-Former setting {', '.join(unknown)}; the settings are {', '.join(names)}")
-    beside = {} if opened.config is None else _settings_of(opened.config, opened.where)
+    beside = {} if opened.config is None else settings_of(opened.config, opened.where)
     recorded = [("given", given), ("from its configuration", beside), ("recorded in its file", opened.embedded or {})]
     shown = _shown_by_weights(opened, placement)
     assumed = _assumed(opened, placement, shown)
@@ -281,7 +283,7 @@ def _configuration(opened: WeightSource, placement: Placement, given: Mapping) -
     return QFormerConfig(**values), origins
 
 
-def _settings_of(config: Mapping, where: str) -> dict:
+def settings_of(config: Mapping, where: str) -> dict:
     """Our settings from our own configuration or from one of transformers', of a whole model or of its Q-Former."""
     if "encoder_width" in config:
         return {name: value for name, value in config.items() if name != "model_type"}
@@ -297,9 +299,7 @@ def _settings_of(config: Mapping, where: str) -> dict:
     if inner is not config:
         settings["num_query_tokens"] = config.get("num_query_tokens")
         settings["vision_layer_norm_eps"] = (config.get("vision_config") or {}).get("layer_norm_eps")
-        # A Q-Former of ours in place of transformers' keeps there what transformers has no name for.
-        settings |= inner.get("moe_zero", {})
-    return settings
+    return settings | (inner.get(MIXTURE_FIELD) or {})
 
 
 def _shown_by_weights(opened: WeightSource, placement: Placement) -> dict:

@@ -114,8 +114,8 @@ class Placement:
         """Full names under which our ``name`` may be found, the likeliest first."""
         layout = self.layout
         if name not in OUTSIDE:
-            beside = layout.text_embeddings_outside and name.startswith(TEXT_EMBEDDINGS)
-            return [self.root + name if beside else layout.name(name, self.prefix)]
+            beside = [self.root + name] if name.startswith(TEXT_EMBEDDINGS) else []
+            return [layout.name(name, self.prefix), *beside]
         # Our own models may be replaced parts of transformers' whole models, so any norm may be beside any layout.
         norms = dict.fromkeys((layout.vision_norm, "ln_vision", "vision_model.post_layernorm"))
         names = dict.fromkeys(name.replace("ln_vision", norm) for norm in norms)

@@ -116,10 +116,8 @@ class QFormerEncoder(nn.Module):
         for layer in self.layer:
             if output_hidden_states:
                 hidden_states.append(rows.joined())
-            arguments = (rows, mask, image_BPW, image_mask, beams)
-            rows, beams, layer_importance = (
-                self._gradient_checkpointing_func(layer, *arguments) if recompute else layer(*arguments)
-            )
+            run = self._run_again_in_backward if recompute else QFormerLayer.__call__
+            rows, beams, layer_importance = run(layer, rows, mask, image_BPW, image_mask, beams)
             if layer_importance is not None:
                 importance.append(layer_importance)
         if output_hidden_states:
@@ -130,6 +128,20 @@ class QFormerEncoder(nn.Module):
             importance=torch.stack(importance) if importance else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
+
+    def _run_again_in_backward(self, layer, rows, mask, image_BPW, image_mask, beams):
+        # Reentrant checkpointing sees gradients only of tensors that are arguments and results themselves.
+        def run(queries, text, image_BPW, *beams):
+            rows, new_beams, importance = layer(
+                Rows(queries, text), mask, image_BPW, image_mask, BeamState(*beams) if beams else None
+            )
+            return *rows, importance, *(new_beams or ())
+
+        queries, text, importance, *new_beams = self._gradient_checkpointing_func(run, *rows, image_BPW, *(beams or ()))
+        if not new_beams:
+            return Rows(queries, text), None, importance
+        scores, routes, parents = new_beams
+        return Rows(queries, text), BeamState(scores.detach(), routes, parents), importance
 
 
 class QFormerModel(nn.Module):

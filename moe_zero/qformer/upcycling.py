@@ -5,6 +5,7 @@ Source: Komatsuzaki et al., "Sparse Upcycling", arXiv 2212.05055.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -37,7 +38,8 @@ def upcycle(
         settings: further settings of :class:`~moe_zero.qformer.QFormerConfig` that leave the widths as they are, such
             as ``weight_type`` or ``residual_from``.
 
-    Gates are newly initialised, with ``equal`` at zero, where they prefer no expert. The result has the dtype, device and mode of ``model``.
+    Gates are newly initialised, with ``equal`` at zero, where they prefer no expert. The result has the dtype, device
+    and mode of ``model``, and what is frozen there is frozen in it.
 
     Raises:
         ValueError: the model routes already, or a setting is wrong.
@@ -57,19 +59,19 @@ def upcycle(
     )
     if not config.routed_layers:
         raise ValueError("moe_layers is empty; name the layers that are to route")
-    state = model.state_dict()
+    dense = dict(model.named_parameters())
+    like = dense["encoder.layer.0.attention.self.query.weight"]
     with torch.device("meta"):
         mixture = QFormerModel(config)
-    weights = {}
-    for name, weight in mixture.state_dict().items():
-        layer, _, expert = name.partition(".experts.experts.")
-        if expert:  # "2.dense1.weight" is a copy of the layer's "dense1.weight"
-            weights[name] = state[f"{layer}.experts.{expert.partition('.')[2]}"].clone()
-        elif name in state:
-            weights[name] = state[name].clone()
+    started = {}
+    for name, parameter in mixture.named_parameters():
+        # Every expert's "...experts.experts.2.dense1.weight" starts from the layer's "...experts.dense1.weight".
+        source = dense.get(re.sub(r"\.experts\.experts\.\d+\.", ".experts.", name))
+        if source is not None:
+            started[name] = source.clone()
+            parameter.requires_grad_(source.requires_grad)
         else:
-            like = state["encoder.layer.0.attention.self.query.weight"]
-            weights[name] = torch.empty_like(weight, device=like.device, dtype=like.dtype)
-            torch.nn.init.normal_(weights[name], std=0.0 if equal else config.initializer_range)
-    mixture.load_state_dict(weights, assign=True)
+            started[name] = torch.empty_like(parameter, device=like.device, dtype=like.dtype)
+            torch.nn.init.normal_(started[name], std=0.0 if equal else config.initializer_range)
+    mixture.load_state_dict(started, assign=True)
     return mixture.train(model.training)
