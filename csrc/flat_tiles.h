@@ -182,19 +182,19 @@ MOE_ZERO_HD void unpack_share(const uint64_t* words, TensorWord word, int64_t st
   }
   for (int64_t first = thread; first < parts.vectors; first += B * kThreads) {
     F in[B][N] = {};
-    T out[B][N] = {};
     MOE_ZERO_UNROLL
     for (int b = 0; b < B; ++b) {
       const int64_t v = first + b * kThreads;
       if (v < parts.vectors) load<F, N>(flat + parts.head + v * N, in[b]);
-      if (v < parts.vectors && args.accumulate) load<T, N>(dense + parts.head + v * N, out[b]);
     }
     MOE_ZERO_UNROLL
     for (int b = 0; b < B; ++b) {
       const int64_t v = first + b * kThreads;
+      T out[N] = {};
+      if (v < parts.vectors && args.accumulate) load<T, N>(dense + parts.head + v * N, out);
       MOE_ZERO_UNROLL
-      for (int k = 0; k < N; ++k) out[b][k] = transform(in[b][k], out[b][k], args);
-      if (v < parts.vectors) store<T, N>(dense + parts.head + v * N, out[b]);
+      for (int k = 0; k < N; ++k) out[k] = transform(in[b][k], out[k], args);
+      if (v < parts.vectors) store<T, N>(dense + parts.head + v * N, out);
     }
   }
   if (thread < parts.singles(N)) {

@@ -86,6 +86,19 @@ inline bool read_dtype(const DLTensor& tensor, DType* out) {
   return false;
 }
 
+// A DLTensor does not show torch's lazy negation. Only the imaginary part of a conjugated complex tensor carries it, and
+// the strides of such a view are even wherever they matter.
+inline bool lazily_negated(PyObject* object, const DLTensor& tensor) {
+  for (int d = 0; d < tensor.ndim; ++d) {
+    if (tensor.shape[d] != 1 && tensor.strides[d] % 2 != 0) return false;
+  }
+  PyObject* answer = PyObject_CallMethod(object, "is_neg", nullptr);
+  const bool negated = answer != Py_False;
+  Py_XDECREF(answer);
+  PyErr_Clear();
+  return negated;
+}
+
 // Arguments of one call. `handled` is false when the dispatcher has to take it.
 struct Call {
   bool handled = false;
@@ -115,7 +128,7 @@ struct Call {
       DLTensor tensor;
       TensorView& view = views[i];
       if (!read(object, &tensor) || !read_dtype(tensor, &view.dtype) || tensor.device_type != flat.device_type ||
-          tensor.device_id != flat.device_id) {
+          tensor.device_id != flat.device_id || lazily_negated(object, tensor)) {
         return false;
       }
       view.present = true;
