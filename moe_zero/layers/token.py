@@ -1,6 +1,6 @@
-"""Experts routed token by token: the mixture of Switch, Mixtral and their like.
+"""Experts routed token by token, as in Switch or Mixtral, or sequence by sequence.
 
-Legend of shape suffixes: T tokens, D hidden size, F FFN width, E experts, K experts per token.
+Legend of shape suffixes: T tokens, Q tokens of a sequence, D hidden size, F FFN width, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from moe_zero.layers.ffn import GeluFeedForward
 from moe_zero.ops.gate import GateOutput, gate
 from moe_zero.ops.gelu_ffn import gelu_ffn
 
+GRANULARITIES = ("token", "sequence")
 LOSSES = ("switch", "importance", "z")
 
 
 class TokenMoE(nn.Module):
-    """Each token goes to the K experts that the gate finds most probable, weighted by their probabilities.
+    """Each token, or each sequence, goes to the K experts that the gate finds most probable, weighted accordingly.
 
     Args:
         hidden_size: D.
         intermediate_size: F, the inner width of each expert.
         num_experts: E.
         top_k: K, 1 to E.
-        renormalize: divide a token's K weights by their sum, so that experts that are equal act as one.
+        granularity: ``"token"``: the gate sees every token; ``"sequence"``: it sees the mean over a sequence, whose
+            tokens all go the same way.
+        renormalize: divide the K weights by their sum, so that experts that are equal act as one.
         shared_expert: add one more expert that every token passes, unweighted.
         stacked: keep the experts' weights as one tensor [E, ...] of each kind; see :class:`Experts`.
         bias, approximate: as in :class:`GeluFeedForward`.
@@ -45,6 +48,7 @@ class TokenMoE(nn.Module):
         num_experts: int,
         top_k: int,
         *,
+        granularity: str = "token",
         renormalize: bool = True,
         shared_expert: bool = False,
         stacked: bool = False,
@@ -59,7 +63,10 @@ class TokenMoE(nn.Module):
             raise ValueError(f"num_experts is {num_experts}; it must be at least 1")
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k is {top_k}; it must be between 1 and num_experts, {num_experts}")
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"granularity is {granularity!r}; it must be 'token' or 'sequence'")
         self.top_k = top_k
+        self.granularity = granularity
         self.renormalize = renormalize
         self.approximate = approximate
         options = {"bias": bias, "approximate": approximate, "device": device, "dtype": dtype}
@@ -71,11 +78,19 @@ class TokenMoE(nn.Module):
         """Routing of the last forward pass, which :meth:`loss` reads. Not part of the state dict."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]; every row is a token."""
+        """[..., D] to [..., D]; every row is a token, and with ``granularity="sequence"`` [..., Q, D] are sequences."""
         x_TD = x.reshape(-1, x.shape[-1])
-        self.routing = gate(x_TD, self.gate.weight, self.top_k, renormalize=self.renormalize)
-        weights = self.experts.weights()
-        y_TD = gelu_ffn(x_TD, self.routing.ids, self.routing.weights, *weights, approximate=self.approximate)
+        options = {"renormalize": self.renormalize}
+        if self.granularity == "token":
+            self.routing = gate(x_TD, self.gate.weight, self.top_k, **options)
+            ids_TK, weights_TK = self.routing.ids, self.routing.weights
+        else:
+            if x.dim() < 2:
+                raise ValueError(f"x has shape {tuple(x.shape)}; to route sequences it must be [..., Q, hidden size]")
+            self.routing = gate(x.reshape(-1, *x.shape[-2:]), self.gate.weight, self.top_k, **options)
+            choices = (self.routing.ids, self.routing.weights)
+            ids_TK, weights_TK = (choice.repeat_interleave(x.shape[-2], dim=0) for choice in choices)
+        y_TD = gelu_ffn(x_TD, ids_TK, weights_TK, *self.experts.weights(), approximate=self.approximate)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
         return self.dropout(y_TD.view(x.shape))
@@ -122,7 +137,8 @@ def balancing_loss(model: nn.Module, kind: str = "switch") -> Tensor:
 def token_moe_reference(layer: TokenMoE, x: Tensor) -> Tensor:
     """The definition of :class:`TokenMoE` (without dropout): every expert on every token, then the weights."""
     x_TD = x.reshape(-1, x.shape[-1])
-    probs_TE = F.linear(x_TD, layer.gate.weight).softmax(-1)
+    gated = x if layer.granularity == "token" else x.mean(dim=-2, keepdim=True).expand_as(x)
+    probs_TE = F.linear(gated.reshape(x_TD.shape), layer.gate.weight).softmax(-1)
     weights_TK, ids_TK = probs_TE.topk(layer.top_k, dim=-1)
     if layer.renormalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)

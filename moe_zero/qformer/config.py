@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from moe_zero.layers.beam import ROUTINGS, WEIGHT_TYPES
+from moe_zero.layers.token import GRANULARITIES
 
 RESIDUALS = ("row", "parent")
 MERGES = ("sum", "mean")
@@ -41,7 +42,11 @@ class QFormerConfig:
     num_beams: int = 3
     """Beams of a sample, the universal one included; of no effect in a dense model."""
     routing: str = "post_route"
-    """``"post_route"``: the gate looks at what the experts produce (as published); ``"pre_route"``: at their input."""
+    """How a routed layer chooses experts. For the beams of a sample: ``"post_route"``, the gate looks at what the experts
+    produce (as published), or ``"pre_route"``, at their input. Without beams, each layer on its own: ``"token"``, for
+    every query, or ``"sequence"``, for the queries of a sample together; ``num_beams`` then has no effect."""
+    top_k: int = 1
+    """Experts of a query, or of a sample, where ``routing`` is ``"token"`` or ``"sequence"``."""
     gate_sees_dropout: bool = True
     """Whether a post-route gate looks at the experts' outputs after dropout (as published) or before it."""
     weight_type: str = "ffn_prob"
@@ -85,7 +90,10 @@ class QFormerConfig:
             object.__setattr__(self, "cross_attention_layers", tuple(layers))
         for name in ("cross_attention_layers", "moe_layers"):
             object.__setattr__(self, name, self._checked_layers(name))
-        _check_choice("routing", self.routing, ROUTINGS)
+        _check_choice("routing", self.routing, (*ROUTINGS, *GRANULARITIES))
+        _check_integer("top_k", self.top_k, at_least=1)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {self.top_k}, but num_experts is {self.num_experts}")
         _check_choice("weight_type", self.weight_type, WEIGHT_TYPES)
         _check_choice("residual_from", self.residual_from, RESIDUALS)
         _check_choice("merge", self.merge, MERGES)
@@ -115,6 +123,11 @@ class QFormerConfig:
     def routed_layers(self) -> tuple[int, ...]:
         """The layers that route: ``moe_layers``, or none where there is one expert."""
         return tuple(self.moe_layers) if self.num_experts > 1 else ()
+
+    @property
+    def beam_layers(self) -> tuple[int, ...]:
+        """Those of them that route beams: all or none."""
+        return self.routed_layers if self.routing in ROUTINGS else ()
 
     @classmethod
     def from_dict(cls, values: Mapping) -> QFormerConfig:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moe_zero.layers.beam import BeamMoE, BeamState
 from moe_zero.layers.ffn import GeluFeedForward
+from moe_zero.layers.token import TokenMoE
 from moe_zero.qformer.attention import QFormerAttention, ResidualOutput
 from moe_zero.qformer.config import QFormerConfig
 
@@ -62,14 +63,15 @@ class QFormerLayer(nn.Module):
         self.intermediate = TextIntermediate(config) if config.use_text else None
         self.output = ResidualOutput(config, config.intermediate_size) if config.use_text else None
 
-        self.routes = index in config.routed_layers
-        self.merges = self.routes and index == config.routed_layers[-1]
-        carries_beams = config.routed_layers and config.routed_layers[0] < index <= config.routed_layers[-1]
+        beam_layers = config.beam_layers
+        self.routes_beams = index in beam_layers
+        self.merges = self.routes_beams and index == beam_layers[-1]
+        carries_beams = beam_layers and beam_layers[0] < index <= beam_layers[-1]
         self.rows_per_sample = config.num_beams if carries_beams else 1
         self.residual_from = config.residual_from
         self.merge = config.merge
         sizes = (config.hidden_size, config.intermediate_size)
-        if self.routes:
+        if self.routes_beams:
             self.experts = BeamMoE(
                 *sizes,
                 config.num_experts,
@@ -78,6 +80,15 @@ class QFormerLayer(nn.Module):
                 weight_type=config.weight_type,
                 dropout=config.hidden_dropout_prob,
                 gate_sees_dropout=config.gate_sees_dropout,
+            )
+        elif index in config.routed_layers:
+            self.experts = TokenMoE(
+                *sizes,
+                config.num_experts,
+                config.top_k,
+                granularity=config.routing,
+                renormalize=False,  # with one expert per token, its probability is the gate's only gradient
+                dropout=config.hidden_dropout_prob,
             )
         else:
             self.experts = GeluFeedForward(*sizes, dropout=config.hidden_dropout_prob)
@@ -102,17 +113,18 @@ class QFormerLayer(nn.Module):
 
         Returns:
             The rows, the beams that they stand for (``None`` where nothing routed yet; after the last routed layer the
-            best route alone), and the experts' importance [R] of a routed layer.
+            best route alone), and the importance of a routed layer's experts: [R], or [E] where none is universal.
         """
         if rows.queries is None:
             return Rows(None, self._text_feed_forward(self.attention(rows.text, mask))), beams, None
         queries, text = self._attend(rows, mask)
         if self.crossattention is not None:
             queries = self.crossattention(queries, image_mask, image_BPW, rows_per_image=self.rows_per_sample)
-        if not self.routes:
+        if not self.routes_beams:
             queries = self.expert_ln(self.experts(queries) + queries)
             text = None if text is None else self._text_feed_forward(text)
-            return Rows(queries, text), beams, None
+            importance = self.experts.routing.importance if isinstance(self.experts, TokenMoE) else None
+            return Rows(queries, text), beams, importance
 
         hidden, new_beams, importance = self.experts(queries, beams, num_best=1 if self.merges else None)
         queries = self.expert_ln(hidden + self._residual(queries, beams, new_beams))

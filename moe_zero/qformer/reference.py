@@ -34,6 +34,10 @@ def qformer_reference(
     ``gate_importance`` is left out.
     """
     config, Q = model.config, query_embeds.shape[1]
+    if config.routing != "post_route":
+        raise ValueError(
+            f"routing is {config.routing!r}; the published model, and so this definition, has 'post_route'"
+        )
     x = query_embeds
     if input_ids is not None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -58,7 +62,7 @@ def qformer_reference(
             rows = image.repeat_interleave(repeats, dim=0)
             queries = attend(layer.crossattention, queries, rows, image_mask.repeat_interleave(repeats, dim=0))
         text_out = layer.output(layer.intermediate(text), text)
-        if layer.routes:
+        if layer.routes_beams:
             last = index == config.routed_layers[-1]
             queries, text_out, beams, loss = route(layer, config, queries, text_out, beams, last=last)
             gate_loss = gate_loss + loss

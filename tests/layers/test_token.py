@@ -27,6 +27,15 @@ def test_equals_the_reference(tokens, experts, top_k, options):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, D), (2, 3, 4, D), (5, D), (0, 5, D)])
+def test_a_sequence_goes_one_way(shape):
+    layer = TokenMoE(D, F, 4, 2, granularity="sequence", dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), token_moe_reference(layer, x))
+    assert layer.routing.ids.shape == (x.numel() // (shape[-2] * D), 2)
+    layer.loss("switch").backward()
+
+
 def test_any_leading_shape_and_strides():
     layer = TokenMoE(D, F, 4, 2)
     x = torch.randn(5, D, 3).transpose(1, 2)
@@ -112,6 +121,8 @@ def test_bad_arguments_are_named():
         TokenMoE(D, F, 4, 5)
     with pytest.raises(ValueError, match="num_experts is 0"):
         TokenMoE(D, F, 0, 1)
+    with pytest.raises(ValueError, match="granularity is 'word'"):
+        TokenMoE(D, F, 4, 2, granularity="word")
     with pytest.raises(ValueError, match="kind is 'load'; it must be one of 'switch', 'importance', 'z'"):
         TokenMoE(D, F, 4, 2).loss("load")
     with pytest.raises(RuntimeError, match="routed nothing yet"):

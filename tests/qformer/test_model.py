@@ -90,6 +90,30 @@ def test_wide_beams_find_the_route_that_an_exhaustive_search_finds():
         )
 
 
+@pytest.mark.parametrize("routing", ["token", "sequence"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_routing_without_beams(routing, top_k):
+    model = build(routing=routing, top_k=top_k)
+    output = model(**inputs(model), output_hidden_states=True)
+    (output.last_hidden_state.square().mean() + output.gate_loss).backward()
+    assert [len(state) for state in output.hidden_states] == [B] * 5
+    assert output.expert_route is None
+    assert output.gate_importance.shape == (3, SMALL.num_experts)
+    choices = B * (SMALL.num_query_tokens if routing == "token" else 1)
+    torch.testing.assert_close(output.gate_importance.sum(1), torch.full((3,), float(choices)))
+    assert output.gate_loss > 0
+    assert all(model.encoder.layer[i].experts.gate.weight.grad.abs().sum() > 0 for i in (1, 2, 3))
+
+
+def test_pre_route_follows_the_input():
+    model = build(routing="pre_route")
+    output = model(**inputs(model))
+    output.last_hidden_state.square().mean().backward()
+    assert output.expert_route.shape == (B, 3)
+    assert model.encoder.layer[2].experts.gate.weight.shape == (SMALL.num_experts - 1, SMALL.hidden_size)
+    assert model.encoder.layer[2].experts.gate.weight.grad.abs().sum() > 0
+
+
 def test_one_expert_is_dense():
     model = build(num_experts=1)
     output = model(**inputs(model))
@@ -301,6 +325,11 @@ def test_a_bad_input_is_named(change, message):
         ({"moe_layers": "all"}, "moe_layers is 'all'"),
         ({"num_beams": 1}, "num_beams is 1; it must be an integer of at least 2"),
         ({"num_experts": 0}, "num_experts is 0"),
+        (
+            {"routing": "random"},
+            "routing is 'random'; it must be one of 'post_route', 'pre_route', 'token', 'sequence'",
+        ),
+        ({"top_k": 5}, "top_k is 5, but num_experts is 4"),
         ({"weight_type": "prob"}, "weight_type is 'prob'; it must be one of 'ffn_prob', 'scaled_prob', 'one_hot'"),
         ({"residual_from": "beam"}, "residual_from is 'beam'"),
         ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0"),
