@@ -6,10 +6,11 @@ configuration beside them, and the report says from where. No tensor is passed o
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def load_qformer(
     for name in model.state_dict():
         names = placement.candidates(name)
         if query_ffn_from_text:
-            names.append(placement.prefix + _renamed(name, TEXT_NAMES))
+            names += placement.candidates(_renamed(name, TEXT_NAMES))
         found = next((candidate for candidate in names if candidate in opened.weights), None)
         if found is None:
             report.missing.append(name)
@@ -213,7 +214,7 @@ def convert(
     query_ffn_from_text: bool = False,
     experts: int = 1,
     beams: int = 3,
-    moe_layers: tuple[int, ...] | None = None,
+    moe_layers: Sequence[int] | None = None,
     equal: bool = False,
     settings: Mapping | None = None,
 ) -> ConversionReport:
@@ -247,6 +248,23 @@ def convert(
         report.notes.append(f"not written, since {LAYOUTS[to].title} is a text side alone: {dropped} weights")
     report.notes.append(f"wrote {written} with the names of {LAYOUTS[to].title}")
     return report
+
+
+def parse_settings(assignments: Sequence[str]) -> dict:
+    """Settings from a command line: ``["num_beams=3", "weight_type=one_hot"]`` to their names and values.
+
+    A value is read as JSON, and as a word where it isn't. ``ValueError`` names an entry without ``=``.
+    """
+    settings = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not (name and equals):
+            raise ValueError(f"setting {assignment!r} must be NAME=VALUE, such as num_beams=3")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
 
 
 def _configuration(opened: WeightSource, placement: Placement, given: Mapping) -> tuple[QFormerConfig, dict[str, str]]:
@@ -360,9 +378,8 @@ def _assumed(opened: WeightSource, placement: Placement, shown: Mapping) -> dict
         assumed["vision_layer_norm_eps"] = (1e-6, "transformers' default")
     if shown["num_experts"] == 1:
         return assumed | {"moe_layers": ((), "dense")}
-    return assumed | {
-        name: (getattr(defaults, name), "as published") for name in ("weight_type", "residual_from", "merge")
-    }
+    routing = ("routing", "gate_sees_dropout", "weight_type", "residual_from", "merge")
+    return assumed | {name: (getattr(defaults, name), "as published") for name in routing}
 
 
 def _explain_left(opened: WeightSource, placement: Placement, report: ConversionReport) -> None:

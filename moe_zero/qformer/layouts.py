@@ -25,6 +25,8 @@ TEXT_NAMES = (
     (".expert_ln.", ".output.LayerNorm."),
 )
 """The text feed-forward in the query feed-forward's place, for checkpoints that have no other."""
+OLD_BERT_NAMES = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+"""Parts of names, and what stands there in BERT's first checkpoints, which are still much used."""
 OUTSIDE = ("query_tokens", "ln_vision.weight", "ln_vision.bias")
 """Ours that whole models keep beside the Q-Former, not in it."""
 TEXT_EMBEDDINGS = ("embeddings.word_embeddings.", "embeddings.position_embeddings.")
@@ -114,8 +116,10 @@ class Placement:
         """Full names under which our ``name`` may be found, the likeliest first."""
         layout = self.layout
         if name not in OUTSIDE:
+            inside = layout.name(name, self.prefix)
             beside = [self.root + name] if name.startswith(TEXT_EMBEDDINGS) else []
-            return [layout.name(name, self.prefix), *beside]
+            old = [inside.replace(new, old) for new, old in OLD_BERT_NAMES if inside.endswith(new)]
+            return [inside, *beside, *old]
         # Our own models may be replaced parts of transformers' whole models, so any norm may be beside any layout.
         norms = dict.fromkeys((layout.vision_norm, "ln_vision", "vision_model.post_layernorm"))
         names = dict.fromkeys(name.replace("ln_vision", norm) for norm in norms)

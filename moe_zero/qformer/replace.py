@@ -12,6 +12,7 @@ Legend of shape suffixes: B samples, Q queries, T text tokens, D hidden size, P 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -211,7 +212,7 @@ def replace_qformer(
     *,
     num_experts: int = 1,
     num_beams: int = 3,
-    moe_layers: tuple[int, ...] | None = None,
+    moe_layers: Sequence[int] | None = None,
     equal: bool = False,
     **settings,
 ) -> nn.Module:

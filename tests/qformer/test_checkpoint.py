@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_zero.qformer import QFormerConfig, QFormerModel
-from moe_zero.qformer.checkpoint import convert, export_state_dict, load_qformer, save_qformer
+from moe_zero.qformer import QFormerConfig, QFormerModel, load_qformer, save_qformer, upcycle
+from moe_zero.qformer.checkpoint import convert, export_state_dict, parse_settings
 from moe_zero.qformer.layouts import LAYOUT_NAMES
-from moe_zero.qformer.upcycling import upcycle
 from moe_zero.qformer.weight_files import open_weights
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors (extra hf)")
@@ -180,6 +179,22 @@ def test_every_tensor_of_a_whole_model_is_accounted_for():
     assert not set(report.taken.values()) & set(report.left)
 
 
+def test_names_of_the_first_bert_checkpoints():
+    state = export_state_dict(build(MIXTURE), "bert", prefix="bert.")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
+        for name, t in state.items()
+    }
+    old |= {"bert.pooler.dense.weight": torch.zeros(1), "cls.predictions.bias": torch.zeros(1)}
+    settings = {**GIVEN, "encoder_width": 20, "query_ffn_from_text": True, "allow_missing": True}
+    loaded, report = load_qformer(old, **settings)
+    assert not report.unexplained
+    expected, _ = load_qformer(state, **settings)
+    kept = set(report.taken)
+    assert "encoder.layer.3.expert_ln.weight" in kept
+    assert all(torch.equal(loaded.get_parameter(name), expected.get_parameter(name)) for name in kept)
+
+
 def test_sharded_safetensors_and_torch_files(tmp_path):
     model = build()
     state = export_state_dict(model, "lavis")
@@ -296,6 +311,25 @@ def test_files_that_are_no_checkpoints_are_named(tmp_path):
         load_qformer(tmp_path / "empty.pth")
     with pytest.raises(ValueError, match="there is none among 2 names, such as bias, weight"):
         load_qformer(nn.Linear(2, 2))
+
+
+def test_settings_of_a_command_line():
+    given = [
+        "num_beams=3",
+        "weight_type=one_hot",
+        "use_text=false",
+        "cross_attention_layers=[0, 2]",
+        "layer_norm_eps=1e-5",
+    ]
+    assert parse_settings(given) == {
+        "num_beams": 3,
+        "weight_type": "one_hot",
+        "use_text": False,
+        "cross_attention_layers": [0, 2],
+        "layer_norm_eps": 1e-5,
+    }
+    with pytest.raises(ValueError, match="setting 'num_beams' must be NAME=VALUE"):
+        parse_settings(["num_beams"])
 
 
 def test_convert_does_not_overwrite_its_source(tmp_path):
@@ -540,7 +574,7 @@ def test_the_published_routing_changes_an_upcycled_model():
 def test_gates_of_an_equal_mixture_learn_once_experts_differ():
     mixture = upcycle(build(replace(DENSE, hidden_dropout_prob=0.0)), equal=True)
     randomised(mixture)(**inputs()).last_hidden_state[:, 0, 0].sum().backward()
-    assert all(layer.experts.gate.weight.grad.norm() > 0 for layer in mixture.encoder.layer if layer.routes)
+    assert all(layer.experts.gate.weight.grad.norm() > 0 for layer in mixture.encoder.layer[2:])
 
 
 def test_upcycling_refuses_what_it_cannot_do():

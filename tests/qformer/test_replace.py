@@ -12,7 +12,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="needs transformers (extra hf)")
 
 from moe_zero.qformer import QFormerModel, replace  # noqa: E402 (after the skip)
-from moe_zero.qformer.checkpoint import load_qformer  # noqa: E402
+from moe_zero.qformer.checkpoint import export_state_dict, load_qformer  # noqa: E402
 from moe_zero.qformer.replace import ReplacedQFormer, replace_qformer  # noqa: E402
 
 B, Q, T, IMAGE_TOKEN = 2, 5, 4, 59
@@ -251,6 +251,7 @@ def test_an_equal_mixture_starts_where_the_dense_model_is(name):
     assert (published(**batch).logits - theirs(**batch).logits).abs().max() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("experts", [1, 3])
 def test_gradient_checkpointing_gives_the_same_gradients(reentrant, experts):
@@ -278,6 +279,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, experts):
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
 def test_gradient_checkpointing_of_the_replaced_stays_on():
     theirs = build("Blip2ForConditionalGeneration")
     theirs.gradient_checkpointing_enable()
@@ -315,6 +317,7 @@ def test_low_precision_keeps_the_qformer_as_transformers_does(dtype, tmp_path):
     assert torch.isfinite(ours(**inputs(ours) | {"pixel_values": torch.randn(B, 3, 8, 8, dtype=dtype)}).logits).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*device_map keys:UserWarning")
 @pytest.mark.parametrize("experts", [1, 3])
 def test_accelerate_prepares_trains_and_dispatches(experts, tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate (extra hf)")
@@ -349,7 +352,7 @@ def test_the_classes_build_from_a_configuration():
     config = build("Blip2ForConditionalGeneration").config
     dense = replace.Blip2ForConditionalGeneration(config)
     assert isinstance(dense.qformer, ReplacedQFormer)
-    assert not dense.qformer.encoder.layer[3].routes
+    assert type(dense.qformer.encoder.layer[3].experts).__name__ == "GeluFeedForward"
     assert issubclass(replace.Blip2ForConditionalGeneration, transformers.Blip2ForConditionalGeneration)
     with pytest.raises(AttributeError, match="no attribute 'BertModel'"):
         replace.BertModel  # noqa: B018
@@ -376,6 +379,14 @@ def test_what_can_not_be_replaced_is_said():
         instruct.qformer(torch.ones(B, T, dtype=torch.int64), position_ids=torch.arange(T)[None])
     with pytest.raises(ValueError, match="neither query_embeds nor input_ids"):
         instruct.qformer()
+
+
+def test_weights_go_back_into_a_whole_model():
+    theirs, other = (build("Blip2ForConditionalGeneration") for _ in range(2))
+    state = export_state_dict(QFormerModel.from_checkpoint(theirs), "blip2", prefix="qformer.")
+    assert not other.load_state_dict(state, strict=False).unexpected_keys
+    for name in state:
+        assert torch.equal(theirs.get_parameter(name), other.get_parameter(name))
 
 
 def test_the_package_does_not_import_transformers():
