@@ -296,9 +296,10 @@ def _configuration(opened: WeightSource, placement: Placement, given: Mapping) -
         elif name in assumed:
             values[name], origin = assumed[name]
             origins[name] = f"{values[name]}, not recorded: {origin}"
-    if values["num_experts"] > 1 and "num_beams" not in values:
+    config = QFormerConfig(**values)
+    if config.beam_layers and "num_beams" not in values:
         raise ValueError(f"num_beams is not recorded in {opened.where}, and the weights don't show it; give num_beams")
-    return QFormerConfig(**values), origins
+    return config, origins
 
 
 def settings_of(config: Mapping, where: str) -> dict:

@@ -59,6 +59,11 @@ def upcycle(
     )
     if not config.routed_layers:
         raise ValueError("moe_layers is empty; name the layers that are to route")
+    if equal and (not config.beam_layers or config.weight_type == "ffn_prob" or config.merge == "sum"):
+        raise ValueError(
+            f"a mixture with routing {config.routing!r}, weight_type {config.weight_type!r}, merge {config.merge!r} "
+            "is not equal to the dense model; with routing by beams, 'scaled_prob' or 'one_hot', and 'mean' it is"
+        )
     dense = dict(model.named_parameters())
     like = dense["encoder.layer.0.attention.self.query.weight"]
     with torch.device("meta"):

@@ -84,12 +84,14 @@ def test_a_dense_model_comes_back_bit_for_bit_with_its_configuration(to, target,
 
 @pytest.mark.parametrize("to", ["moe-zero", "published"])
 @pytest.mark.parametrize("target", ["folder", "file.safetensors", "file.pth"])
-def test_a_mixture_comes_back_bit_for_bit_with_its_configuration(to, target, tmp_path):
-    model = build(MIXTURE)
+@pytest.mark.parametrize("routing", ["post_route", "pre_route", "token"])
+def test_a_mixture_comes_back_bit_for_bit_with_its_configuration(to, target, routing, tmp_path):
+    config = replace(MIXTURE, routing=routing)
+    model = build(config)
     save_qformer(model, tmp_path / target, to=to)
     loaded = QFormerModel.from_checkpoint(tmp_path / target)
     assert same_weights(model, loaded)
-    assert loaded.config == MIXTURE
+    assert loaded.config == config
 
 
 @pytest.mark.parametrize("to", ["moe-zero", "lavis", "blip2"])
@@ -554,9 +556,12 @@ def test_the_text_side_becomes_a_bert(config, tmp_path):
 
 @pytest.mark.parametrize(("experts", "beams"), [(2, 2), (3, 3), (4, 3), (3, 5)])
 @pytest.mark.parametrize("moe_layers", [None, (0, 1, 2, 3), (1,)], ids=str)
-def test_an_upcycled_model_is_equal_at_the_start_when_told_so(experts, beams, moe_layers):
+@pytest.mark.parametrize(
+    "settings", [{}, {"weight_type": "one_hot", "residual_from": "parent"}, {"routing": "pre_route"}], ids=str
+)
+def test_an_upcycled_model_is_equal_at_the_start_when_told_so(experts, beams, moe_layers, settings):
     dense = build(replace(DENSE, hidden_dropout_prob=0.0))
-    mixture = upcycle(dense, num_experts=experts, num_beams=beams, moe_layers=moe_layers, equal=True)
+    mixture = upcycle(dense, num_experts=experts, num_beams=beams, moe_layers=moe_layers, equal=True, **settings)
     assert mixture.config.routed_layers == (moe_layers or (2, 3))
     arguments = inputs()
     output = mixture(**arguments)
@@ -584,6 +589,10 @@ def test_upcycling_refuses_what_it_cannot_do():
         upcycle(build(), num_experts=1)
     with pytest.raises(ValueError, match="moe_layers is empty"):
         upcycle(build(), moe_layers=())
+    with pytest.raises(ValueError, match=r"routing 'token', .* is not equal to the dense model"):
+        upcycle(build(), equal=True, routing="token")
+    with pytest.raises(ValueError, match="merge 'sum' is not equal to the dense model"):
+        upcycle(build(), equal=True, merge="sum")
 
 
 def test_convert_upcycles(tmp_path):
