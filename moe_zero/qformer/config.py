@@ -42,7 +42,7 @@ class QFormerConfig:
     num_beams: int = 3
     """Beams of a sample, the universal one included; of no effect in a dense model."""
     routing: str = "post_route"
-    """How a routed layer chooses experts. For the beams of a sample: ``"post_route"``, the gate looks at what the experts
+    """How a routed layer chooses experts. For the beams of a sample: ``"post_route"``, the gate looks at what experts
     produce (as published), or ``"pre_route"``, at their input. Without beams, each layer on its own: ``"token"``, for
     every query, or ``"sequence"``, for the queries of a sample together; ``num_beams`` then has no effect."""
     top_k: int = 1
