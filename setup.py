@@ -4,7 +4,7 @@ Three shared libraries, each as independent of its surroundings as it can be:
 
 - ``moe_zero._flat_plan``: pybind11, no torch.
 - ``moe_zero._ops_cpu``: operators against PyTorch's stable ABI, so that one build serves every torch from 2.10 on.
-- ``moe_zero._ops_cuda``: the same for CUDA, if the building torch has CUDA and an nvcc of the same major version is found.
+- ``moe_zero._ops_cuda``: the same for CUDA, if the building torch has CUDA and an nvcc of its major version is found.
 
 Environment: ``MOE_ZERO_BUILD_CUDA`` = ``auto`` (default), ``0`` or ``1`` (fail rather than skip);
 ``TORCH_CUDA_ARCH_LIST`` as for any torch extension; ``MAX_JOBS``; ``MOE_ZERO_SANITIZE=1`` builds the host code with
@@ -50,7 +50,7 @@ def link_flags() -> list[str]:
 
 
 def nvcc_version(home: Path) -> str | None:
-    """Version of the toolkit at ``home``, or None if it is no complete toolkit (a wrapper script in a bin folder, say)."""
+    """Version of the toolkit at ``home``, or None if that is no complete toolkit (a wrapper script in bin, say)."""
     nvcc = home / "bin" / ("nvcc.exe" if WINDOWS else "nvcc")
     if not nvcc.exists() or not (home / "include" / "cuda_runtime_api.h").exists():
         return None
@@ -112,6 +112,7 @@ HEADERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("
 TORCH_INCLUDES = [
     flag for path in cpp_extension.include_paths() for flag in (("/I", path) if WINDOWS else ("-isystem", path))
 ]
+CSRC = str(ROOT / "csrc")  # absolute: ninja runs elsewhere
 LAYOUT_SOURCES = ["csrc/flat_plan.cpp"]
 VIEW_SOURCES = [*LAYOUT_SOURCES, "csrc/tensor_view.cpp"]
 
@@ -121,7 +122,7 @@ def flat_plan_extension() -> Extension:
         "moe_zero._flat_plan",
         sources=["csrc/flat_plan_module.cpp", *LAYOUT_SOURCES],
         depends=HEADERS,
-        include_dirs=["csrc", pybind11.get_include()],
+        include_dirs=[CSRC, pybind11.get_include()],
         extra_compile_args={"cxx": host_flags()},
         extra_link_args=link_flags(),
     )
@@ -138,7 +139,7 @@ def cpu_extension() -> Extension:
         depends=HEADERS,
         libraries=["torch_cpu"],
         py_limited_api=True,
-        include_dirs=["csrc"],
+        include_dirs=[CSRC],
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={"cxx": [*host_flags(), *TORCH_INCLUDES, STABLE_ABI]},
         extra_link_args=link_flags(),
@@ -148,12 +149,12 @@ def cpu_extension() -> Extension:
 def cuda_extension(home: Path) -> Extension:
     cpp_extension.CUDA_HOME = str(home)
     os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures(home)
-    nvcc_flags = ["-O3", "-std=c++20", "--fmad=false", "-Xcompiler", "-fvisibility=hidden", "-lineinfo"]
+    nvcc_flags = ["-O3", "-std=c++20", "--fmad=false", "-Xcompiler", "-fvisibility=hidden", "--threads", "2"]
     return Extension(
         "moe_zero._ops_cuda",
         sources=["csrc/cuda/ops_cuda.cpp", "csrc/cuda/flat_cuda.cu", *VIEW_SOURCES],
         depends=HEADERS,
-        include_dirs=["csrc", str(home / "include")],
+        include_dirs=[CSRC, str(home / "include")],
         library_dirs=[*cpp_extension.library_paths(), str(home / "lib64"), str(home / "lib")],
         # The static runtime: it talks to whatever driver is there, and needs no libcudart of a certain version.
         libraries=["torch_cpu", "torch_cuda", "cudart_static", "rt", "pthread", "dl"],
@@ -199,8 +200,6 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 CUDA_HOME, CUDA_SKIPPED = find_cuda()
-if not (ROOT / "csrc/cuda/flat_cuda.cu").exists():
-    CUDA_HOME, CUDA_SKIPPED = None, "not written yet"
 
 setup(
     packages=[

@@ -113,45 +113,52 @@ MOE_ZERO_HD bool aligned(const T* pointer) {
 template <typename S, typename D>
 constexpr int kBatch = sizeof(S) <= sizeof(D) ? 4 : sizeof(S) == 2 * sizeof(D) ? 2 : 1;
 
+// Pairs of dtypes that are moved in vectors. Those with fp64 on one side go element by element: they are rare, and in
+// vectors they would set the register count of the whole kernel.
+template <typename T, typename F>
+constexpr bool kWide = std::is_same_v<T, F> || std::is_same_v<Compute<T, F>, float>;
+
 // What one thread does of `count` elements that start at element `start` of a tensor and at `flat`. Neighbouring threads
 // touch neighbouring vectors, or neighbouring elements where the tensor is strided or misaligned.
 template <typename T, typename F>
 MOE_ZERO_HD void pack_share(const uint64_t* words, TensorWord word, int64_t start, F* flat, int64_t count,
                             const CopyArgs& args, int thread, Stats* stats) {
-  constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
-  constexpr int B = kBatch<T, F>;
-  const Split parts = split(flat, count);
-  const T* dense = word.strided() ? nullptr : element<const T>(words, word, start);
-  if (!dense || !aligned<T, N>(dense + parts.head)) {
-    for (int64_t i = thread; i < count; i += kThreads) {
-      const F out = transform(*element<const T>(words, word, start + i), F{}, args);
-      if (stats) stats->add(out);
-      flat[i] = out;
-    }
-    return;
-  }
-  for (int64_t first = thread; first < parts.vectors; first += B * kThreads) {
-    T in[B][N] = {};
-    MOE_ZERO_UNROLL
-    for (int b = 0; b < B; ++b) {
-      const int64_t v = first + b * kThreads;
-      if (v < parts.vectors) load<T, N>(dense + parts.head + v * N, in[b]);
-    }
-    MOE_ZERO_UNROLL
-    for (int b = 0; b < B; ++b) {
-      const int64_t v = first + b * kThreads;
-      F out[N];
-      MOE_ZERO_UNROLL
-      for (int k = 0; k < N; ++k) {
-        out[k] = transform(in[b][k], F{}, args);
-        if (stats && v < parts.vectors) stats->add(out[k]);
+  if constexpr (kWide<T, F>) {
+    constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
+    constexpr int B = kBatch<T, F>;
+    const Split parts = split(flat, count);
+    const T* dense = word.strided() ? nullptr : element<const T>(words, word, start);
+    if (dense && aligned<T, N>(dense + parts.head)) {
+      for (int64_t first = thread; first < parts.vectors; first += B * kThreads) {
+        T in[B][N] = {};
+        MOE_ZERO_UNROLL
+        for (int b = 0; b < B; ++b) {
+          const int64_t v = first + b * kThreads;
+          if (v < parts.vectors) load<T, N>(dense + parts.head + v * N, in[b]);
+        }
+        MOE_ZERO_UNROLL
+        for (int b = 0; b < B; ++b) {
+          const int64_t v = first + b * kThreads;
+          F out[N];
+          MOE_ZERO_UNROLL
+          for (int k = 0; k < N; ++k) {
+            out[k] = transform(in[b][k], F{}, args);
+            if (stats && v < parts.vectors) stats->add(out[k]);
+          }
+          if (v < parts.vectors) store<F, N>(flat + parts.head + v * N, out);
+        }
       }
-      if (v < parts.vectors) store<F, N>(flat + parts.head + v * N, out);
+      if (thread < parts.singles(N)) {
+        const int64_t i = parts.single(thread, N);
+        const F out = transform(dense[i], F{}, args);
+        if (stats) stats->add(out);
+        flat[i] = out;
+      }
+      return;
     }
   }
-  if (thread < parts.singles(N)) {
-    const int64_t i = parts.single(thread, N);
-    const F out = transform(dense[i], F{}, args);
+  for (int64_t i = thread; i < count; i += kThreads) {
+    const F out = transform(*element<const T>(words, word, start + i), F{}, args);
     if (stats) stats->add(out);
     flat[i] = out;
   }
@@ -169,37 +176,39 @@ MOE_ZERO_HD void zero_share(F* flat, int64_t count, int thread) {
 template <typename F, typename T>
 MOE_ZERO_HD void unpack_share(const uint64_t* words, TensorWord word, int64_t start, const F* flat, int64_t count,
                               const CopyArgs& args, int thread) {
-  constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
-  constexpr int B = kBatch<T, F>;
-  const Split parts = split(flat, count);
-  T* dense = word.strided() ? nullptr : element<T>(words, word, start);
-  if (!dense || !aligned<T, N>(dense + parts.head)) {
-    for (int64_t i = thread; i < count; i += kThreads) {
-      T* out = element<T>(words, word, start + i);
-      *out = transform(flat[i], args.accumulate ? *out : T{}, args);
+  if constexpr (kWide<T, F>) {
+    constexpr int N = kVectorBytes / static_cast<int>(sizeof(F));
+    constexpr int B = kBatch<T, F>;
+    const Split parts = split(flat, count);
+    T* dense = word.strided() ? nullptr : element<T>(words, word, start);
+    if (dense && aligned<T, N>(dense + parts.head)) {
+      for (int64_t first = thread; first < parts.vectors; first += B * kThreads) {
+        F in[B][N] = {};
+        MOE_ZERO_UNROLL
+        for (int b = 0; b < B; ++b) {
+          const int64_t v = first + b * kThreads;
+          if (v < parts.vectors) load<F, N>(flat + parts.head + v * N, in[b]);
+        }
+        MOE_ZERO_UNROLL
+        for (int b = 0; b < B; ++b) {
+          const int64_t v = first + b * kThreads;
+          T out[N] = {};
+          if (v < parts.vectors && args.accumulate) load<T, N>(dense + parts.head + v * N, out);
+          MOE_ZERO_UNROLL
+          for (int k = 0; k < N; ++k) out[k] = transform(in[b][k], out[k], args);
+          if (v < parts.vectors) store<T, N>(dense + parts.head + v * N, out);
+        }
+      }
+      if (thread < parts.singles(N)) {
+        const int64_t i = parts.single(thread, N);
+        dense[i] = transform(flat[i], args.accumulate ? dense[i] : T{}, args);
+      }
+      return;
     }
-    return;
   }
-  for (int64_t first = thread; first < parts.vectors; first += B * kThreads) {
-    F in[B][N] = {};
-    MOE_ZERO_UNROLL
-    for (int b = 0; b < B; ++b) {
-      const int64_t v = first + b * kThreads;
-      if (v < parts.vectors) load<F, N>(flat + parts.head + v * N, in[b]);
-    }
-    MOE_ZERO_UNROLL
-    for (int b = 0; b < B; ++b) {
-      const int64_t v = first + b * kThreads;
-      T out[N] = {};
-      if (v < parts.vectors && args.accumulate) load<T, N>(dense + parts.head + v * N, out);
-      MOE_ZERO_UNROLL
-      for (int k = 0; k < N; ++k) out[k] = transform(in[b][k], out[k], args);
-      if (v < parts.vectors) store<T, N>(dense + parts.head + v * N, out);
-    }
-  }
-  if (thread < parts.singles(N)) {
-    const int64_t i = parts.single(thread, N);
-    dense[i] = transform(flat[i], args.accumulate ? dense[i] : T{}, args);
+  for (int64_t i = thread; i < count; i += kThreads) {
+    T* out = element<T>(words, word, start + i);
+    *out = transform(flat[i], args.accumulate ? *out : T{}, args);
   }
 }
 

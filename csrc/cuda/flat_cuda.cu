@@ -25,6 +25,10 @@ constexpr int kLargeWords = 4060;
 constexpr int kLargeWords = kSmallWords;
 #endif
 
+// Thread blocks on a multiprocessor, at least: 512 threads with 64 bytes each in flight cover the latency of memory.
+// Without the number, ptxas aims for more and spills registers for it.
+constexpr int kBlocks = 2;
+
 template <int kCapacity>
 struct Launch {
   const TablePiece* pieces;
@@ -54,7 +58,7 @@ __device__ void reduce_block(const Stats& mine, double* out) {
 }
 
 template <int kCapacity, bool kStats>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ Launch<kCapacity> launch) {
+__global__ void __launch_bounds__(kThreads, kBlocks) pack_kernel(const __grid_constant__ Launch<kCapacity> launch) {
   const int64_t tile = blockIdx.x;
   Stats stats;
   pack_tile(launch.pieces, launch.tiles, tile, static_cast<int>(threadIdx.x), launch.words, launch.first_tensor,
@@ -70,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
 }
 
 template <int kCapacity>
-__global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ Launch<kCapacity> launch) {
+__global__ void __launch_bounds__(kThreads, kBlocks) unpack_kernel(const __grid_constant__ Launch<kCapacity> launch) {
   unpack_tile(launch.pieces, launch.tiles, blockIdx.x, static_cast<int>(threadIdx.x), launch.words,
               launch.first_tensor, launch.num_tensors, launch.flat, launch.args);
 }

@@ -5,9 +5,10 @@ dtypes on the way, in one pass and (on a GPU) one launch whatever the number of 
 1910.02054) does around its collectives: an all-gather fills the flat buffer [world_size, shard_bytes] and ``unpack``
 writes the parameters; ``pack`` collects the gradients and a reduce-scatter averages them.
 
-Operators (namespace ``moe_zero``): ``pack_``, ``unpack_``, ``sum_rows_``; all write into arguments and return nothing. None is
-differentiable: they move data as ``copy_`` under ``torch.no_grad()`` does, and bump the version counters of what they
-write, so that autograd notices saved tensors that were overwritten.
+Operators (namespace ``moe_zero``): ``pack_``, ``unpack_``, ``sum_rows_``; all write into arguments and return nothing.
+None is differentiable: they move data as ``copy_`` under ``torch.no_grad()`` does, and bump the version counters of what
+they write, so that autograd notices saved tensors that were overwritten. Eager calls on plain tensors do the same without
+the dispatcher, which costs a microsecond for each tensor of a list.
 """
 
 from collections.abc import Callable, Sequence
@@ -320,6 +321,8 @@ def _check_unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor]) -> No
     for i, tensor in enumerate(tensors):
         if tensor is None:
             raise ValueError(f"tensors[{i}] is None; unpack needs a tensor to write to")
+        if not torch.compiler.is_compiling() and tensor.is_neg():
+            raise ValueError(f"tensors[{i}] is a lazily negated view; it cannot be written")
     _check_tensors(tensors, plan, flat, "flat")
 
 
@@ -342,7 +345,7 @@ def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _bump_version(name: str, written: Callable[..., Sequence[Tensor]]) -> None:
-    """Operators written in C++ do not tell autograd what they overwrite; this kernel, which runs just before them, does."""
+    """Operators written in C++ do not tell autograd what they overwrite; this kernel, which runs before them, does."""
     operator = getattr(torch.ops.moe_zero, name).default
 
     def kernel(keyset, *args):
@@ -382,7 +385,7 @@ def _backend(device: torch.device) -> ModuleType | None:
 
 
 def _eager() -> bool:
-    """Whether nothing wants to see the operator: then a call can skip the dispatcher, which costs a microsecond a tensor."""
+    """Whether nothing wants to see the operator, so that a call can skip the dispatcher."""
     return not (
         torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
     )
@@ -418,8 +421,8 @@ def pack(
         out: contiguous, of ``plan.world_size * plan.shard_bytes`` bytes, uint8 or the plan's dtype if it has only one;
             allocated if absent. Padding is set to zero.
         scale: factor, for example 1 / world size for averages.
-        stats: float32 or float64 tensor of shape [2] that receives the sum of squares of what was written (added up in fp64)
-            and 1.0 if any of it was inf or NaN, else 0.0.
+        stats: float32 or float64 tensor of shape [2] that receives the sum of squares of what was written (added up in
+            fp64) and 1.0 if any of it was inf or NaN, else 0.0.
 
     Returns:
         ``out``. Not differentiable.
@@ -441,7 +444,8 @@ def pack(
     _check_tensors(tensors, plan, out, "out")
     _check_stats(stats, out.device)
     with torch.no_grad():
-        torch.ops.moe_zero.pack_(out, list(tensors), plan.table, table, scale, stats, workspace)
+        sources = [tensor if tensor is None else tensor.resolve_neg() for tensor in tensors]
+        torch.ops.moe_zero.pack_(out, sources, plan.table, table, scale, stats, workspace)
     return out
 
 
@@ -453,13 +457,13 @@ def unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulat
     Args:
         flat: contiguous, of ``plan.world_size * plan.shard_bytes`` bytes, uint8 or the plan's dtype if it has only one.
         plan: the layout.
-        tensors: one for each size of the plan, with any shape, strides and floating dtype, on the device of ``flat``. They are
-            written in row-major order of their elements, as by ``copy_`` under ``torch.no_grad()``.
+        tensors: one for each size of the plan, with any shape, strides and floating dtype, on the device of ``flat``.
+            They are written in row-major order of their elements, as by ``copy_`` under ``torch.no_grad()``.
         accumulate: add to the tensors instead (in fp32, or fp64 if either side is fp64, rounded once).
 
     Raises:
-        ValueError: sizes, dtypes or devices do not fit, or tensors share memory with each other or with ``flat``. Nothing was
-            written.
+        ValueError: sizes, dtypes or devices do not fit, or tensors share memory with each other or with ``flat``.
+            Nothing was written.
     """
     backend = _backend(flat.device)
     if backend is None:
@@ -476,9 +480,9 @@ def unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulat
 def sum_rows(
     rows: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False, stats: Tensor | None = None
 ) -> None:
-    """``out = scale * rows.sum(0)``, or ``out += ...``: the local half of a reduce-scatter that is made of one all-to-all.
+    """``out = scale * rows.sum(0)``, or ``out += ...``: the local half of a reduce-scatter made of one all-to-all.
 
-    Added in the order of the rows in fp32 (fp64 if either side is fp64) and rounded once, so every rank gets the same bits.
+    Added in the order of the rows in fp32 (fp64 if either side is fp64) and rounded once: the same bits every time.
 
     Args:
         rows: contiguous [world_size, n], any floating dtype.

@@ -74,7 +74,9 @@ def test_groups_split_evenly_and_trainable_ones_come_first(layout):
     assert sorted(i for g in plan.groups for i in g.members) == list(range(len(sizes)))
     byte = element = 0
     for group in plan.groups:
-        assert all((trainable[i], tags[i], dtypes[i]) == (group.trainable, group.tag, group.dtype) for i in group.members)
+        assert all(
+            (trainable[i], tags[i], dtypes[i]) == (group.trainable, group.tag, group.dtype) for i in group.members
+        )
         assert list(group.members) == sorted(group.members)
         numel = sum(sizes[i] for i in group.members)
         assert group.shard_numel % 16 == 0
@@ -232,7 +234,9 @@ def test_round_trip_is_the_identity(case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("flat_dtype", DTYPES, ids=str)
 def test_every_value_converts_as_in_eager(kernels, dtype, flat_dtype):
-    values = torch.cat([special_values(dtype), torch.randn(3000).to(dtype), torch.randn(3001).double().mul(1e-39).to(dtype)])
+    values = torch.cat(
+        [special_values(dtype), torch.randn(3000).to(dtype), torch.randn(3001).double().mul(1e-39).to(dtype)]
+    )
     if dtype.itemsize == 2:
         values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     plan = FlatPlan([values.numel()], [flat_dtype], [True], 3)
@@ -311,7 +315,9 @@ def test_large_buffer_takes_the_streaming_path(kernels):
     unpack(flat, plan, targets)
     assert all(torch.equal(a, b) for a, b in zip(targets, tensors, strict=True))
     half = plan.cast("bfloat16")
-    assert torch.equal(pack([t * 2 for t in tensors], half, scale=0.5)[: sum(plan.sizes)], torch.cat(tensors).bfloat16())
+    assert torch.equal(
+        pack([t * 2 for t in tensors], half, scale=0.5)[: sum(plan.sizes)], torch.cat(tensors).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 5])
@@ -464,8 +470,8 @@ def test_compiles_into_one_graph():
         return targets
 
     a, b = torch.randn(3, 5), torch.randn(7)
-    for got, given in zip(round_trip(a, b), (a, b), strict=True):
-        assert torch.equal(got, given.bfloat16().float())
+    for got, source in zip(round_trip(a, b), (a, b), strict=True):
+        assert torch.equal(got, source.bfloat16().float())
 
 
 def test_autograd_notices_that_a_saved_tensor_was_overwritten(pair):
@@ -505,6 +511,8 @@ def test_negated_view_is_packed_as_it_reads():
     assert source.is_neg()
     plan = FlatPlan([2], ["float32"], [True], 1)
     assert pack([source], plan)[:2].tolist() == [-2, 4]
+    with pytest.raises(ValueError, match="negated"):
+        unpack(torch.zeros(16), plan, [source])
 
 
 def test_reference_runs_where_the_extension_is_missing(pair, monkeypatch):
