@@ -1,0 +1,128 @@
+"""The whole Q-Former at full size: against the published order of operations, and dense against transformers'.
+
+Rivals stand in one group and run in one session; ratios are of medians. Peak memory of a training step is printed, and
+stands in ``extra_info`` of ``--benchmark-json``.
+"""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_zero.qformer import QFormerConfig, QFormerModel
+from moe_zero.qformer.reference import qformer_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, TEXT, IMAGE = 4, 13, 257
+
+
+def build(experts: int, dtype: torch.dtype = torch.float32) -> QFormerModel:
+    torch.manual_seed(0)
+    return QFormerModel(QFormerConfig(num_experts=experts, num_beams=experts)).to(DEVICE, dtype)
+
+
+def batch(model: QFormerModel, size: int = BATCH) -> dict[str, torch.Tensor]:
+    config, dtype = model.config, model.query_tokens.dtype
+    return {
+        "query_embeds": model.query_tokens.detach().expand(size, -1, -1),
+        "input_ids": torch.randint(1, config.vocab_size, (size, TEXT), device=DEVICE),
+        "attention_mask": torch.ones(size, TEXT, dtype=torch.int64, device=DEVICE),
+        "encoder_hidden_states": torch.randn(size, IMAGE, config.encoder_width, device=DEVICE, dtype=dtype),
+    }
+
+
+def forward(run, inputs) -> torch.Tensor:
+    with torch.no_grad():
+        output = run(**inputs)[0]
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return output
+
+
+def step(run, inputs, optimizer) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    run(**inputs)[0].float().square().mean().backward()
+    optimizer.step()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(benchmark, function, *arguments, rounds: int = 7) -> None:
+    rounds = 30 if DEVICE == "cuda" else rounds
+    benchmark.pedantic(function, args=arguments, rounds=rounds, warmup_rounds=1)
+
+
+@pytest.mark.parametrize("experts", [3, 8])
+@pytest.mark.parametrize("rival", ["reference", "ours", "ours-bf16"])
+def test_forward(benchmark, rival, experts):
+    benchmark.group = f"forward, E=N={experts}, batch {BATCH}, {DEVICE}"
+    model = build(experts, torch.bfloat16 if rival == "ours-bf16" else torch.float32).eval()
+    run = partial(qformer_reference, model) if rival == "reference" else model
+    measure(benchmark, forward, run, batch(model))
+
+
+@pytest.mark.parametrize("experts", [3, 8])
+@pytest.mark.parametrize("rival", ["reference", "ours"])
+def test_training_step(benchmark, rival, experts):
+    benchmark.group = f"training step with SGD, E=N={experts}, batch {BATCH}, {DEVICE}"
+    model = build(experts)
+    run = partial(qformer_reference, model) if rival == "reference" else model
+    measure(benchmark, step, run, batch(model), torch.optim.SGD(model.parameters(), lr=1e-6))
+
+
+MEMORY = """
+import resource, sys, torch
+sys.path.insert(0, {folder!r})
+from functools import partial
+from moe_zero.qformer.reference import qformer_reference
+import test_qformer as t
+model = t.build({experts})
+run = partial(qformer_reference, model) if {reference} else model
+inputs, optimizer = t.batch(model), torch.optim.SGD(model.parameters(), lr=1e-6)
+t.step(run, inputs, optimizer)
+t.step(run, inputs, optimizer)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="measures the resident memory of a process, which a GPU's is not")
+@pytest.mark.parametrize("experts", [3, 8])
+def test_peak_memory_of_a_training_step(benchmark, experts, capsys):
+    """Resident memory of a process with weights, gradients and activations, each rival in a process of its own."""
+    benchmark.group = f"peak memory of a training step, E=N={experts}"
+    peaks = {}
+    for rival in ("reference", "ours"):
+        script = MEMORY.format(folder=str(Path(__file__).parent), experts=experts, reference=rival == "reference")
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
+        peaks[rival] = float(run.stdout)
+    benchmark.extra_info |= {f"{rival} MiB": round(peak) for rival, peak in peaks.items()}
+    with capsys.disabled():
+        ratio = peaks["ours"] / peaks["reference"]
+        print(f"\npeak memory, E=N={experts}: {peaks['ours']:.0f} of {peaks['reference']:.0f} MiB, {ratio:.2f} x")
+    benchmark.pedantic(lambda: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 4, 32])
+@pytest.mark.parametrize("mode", ["forward", "training step"])
+@pytest.mark.parametrize("rival", ["transformers", "ours"])
+def test_dense(benchmark, rival, mode, size, dtype):
+    transformers = pytest.importorskip("transformers", reason="transformers (extra `hf`) is not installed")
+    benchmark.group = f"dense {mode}, batch {size}, {str(dtype).removeprefix('torch.')}, {DEVICE}"
+    ours = build(1, dtype)
+    inputs, run = batch(ours, size), ours
+    if rival == "transformers":
+        config = transformers.InstructBlipQFormerConfig(
+            vocab_size=ours.config.vocab_size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+        run = transformers.InstructBlipQFormerModel(config).to(DEVICE, dtype)
+        queries = torch.ones(size, ours.config.num_query_tokens, dtype=torch.int64, device=DEVICE)
+        inputs["attention_mask"] = torch.cat([queries, inputs["attention_mask"]], dim=1)
+    rounds = 3 if size > BATCH else 7
+    if mode == "forward":
+        measure(benchmark, forward, run.eval(), inputs, rounds=rounds)
+    else:
+        measure(benchmark, step, run.train(), inputs, torch.optim.SGD(run.parameters(), lr=1e-6), rounds=rounds)
