@@ -423,9 +423,9 @@ def whole_config(library, kind: str, text: str = "opt", **qformer):
             vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_decoder_layers=1, num_heads=2
         )
     return getattr(library, f"{prefix}Config")(
-        vision_config=vision,
-        qformer_config=getattr(library, f"{prefix}QFormerConfig")(**qformer_settings(**qformer)),
-        text_config=language,
+        vision_config=vision.to_dict(),
+        qformer_config=getattr(library, f"{prefix}QFormerConfig")(**qformer_settings(**qformer)).to_dict(),
+        text_config=language.to_dict(),
         num_query_tokens=5,
         image_token_index=59,
     )

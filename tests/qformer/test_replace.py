@@ -27,6 +27,8 @@ GENERATING = [
 
 def build(name: str, text: str = "opt", *, use_text: bool = False, **changes) -> nn.Module:
     """A small random model, every parameter of it random."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     family = max((family for family in FAMILY.values() if name.startswith(family)), key=len)
     vision = getattr(transformers, f"{family}VisionConfig")(
         hidden_size=20, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
@@ -55,6 +57,7 @@ def build(name: str, text: str = "opt", *, use_text: bool = False, **changes) ->
             max_position_embeddings=64,
             word_embed_proj_dim=16,
             dropout=0.0,
+            architectures=["OPTForCausalLM"],  # InstructBLIP of transformers 4 looks at it
             bos_token_id=2,
             eos_token_id=3,
             pad_token_id=1,
@@ -72,9 +75,9 @@ def build(name: str, text: str = "opt", *, use_text: bool = False, **changes) ->
         )
     tokens = {"video_token_index": IMAGE_TOKEN} if family == "InstructBlipVideo" else {"image_token_index": IMAGE_TOKEN}
     config = getattr(transformers, f"{family}Config")(
-        vision_config=vision,
-        qformer_config=getattr(transformers, f"{family}QFormerConfig")(**qformer),
-        text_config=language,
+        vision_config=vision.to_dict(),
+        qformer_config=getattr(transformers, f"{family}QFormerConfig")(**qformer).to_dict(),
+        text_config=language.to_dict(),
         num_query_tokens=Q,
         **tokens,
     )
@@ -155,11 +158,11 @@ def test_models_without_generation_stay(name):
 @pytest.mark.parametrize("matching", [True, False])
 def test_retrieval_stays(matching):
     theirs = build("Blip2ForImageTextRetrieval", use_text=True)
+    theirs.config.image_token_index = None  # text comes without places for the queries
     ours = replaced_copy(theirs)
     batch = inputs(theirs)
+    batch = {name: tensor[:, Q:] if name != "pixel_values" else tensor for name, tensor in batch.items()}
     batch["attention_mask"][-1, -2:] = 0
-    if not matching:
-        batch["attention_mask"] = batch["attention_mask"][:, Q:]
     found, expected = (model(**batch, use_image_text_matching_head=matching) for model in (ours, theirs))
     torch.testing.assert_close(found.logits_per_image, expected.logits_per_image, rtol=0, atol=1e-5)
 
@@ -311,12 +314,13 @@ def test_what_is_frozen_and_how_it_is_kept_stays():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_keeps_the_qformer_as_transformers_does(dtype, tmp_path):
+    asked = {"dtype" if int(transformers.__version__.partition(".")[0]) > 4 else "torch_dtype": dtype}
     replace_qformer(build("Blip2ForConditionalGeneration"), num_experts=3).save_pretrained(tmp_path)
-    ours = replace.Blip2ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+    ours = replace.Blip2ForConditionalGeneration.from_pretrained(tmp_path, **asked)
     assert ours.language_projection.weight.dtype == dtype
     reference = build("Blip2ForConditionalGeneration")
     replace_qformer(reference).save_pretrained(tmp_path / "dense")
-    theirs = transformers.Blip2ForConditionalGeneration.from_pretrained(tmp_path / "dense", dtype=dtype)
+    theirs = transformers.Blip2ForConditionalGeneration.from_pretrained(tmp_path / "dense", **asked)
     assert ours.qformer.dtype == theirs.qformer.layernorm.weight.dtype
     assert torch.isfinite(ours(**inputs(ours) | {"pixel_values": torch.randn(B, 3, 8, 8, dtype=dtype)}).logits).all()
 
