@@ -6,9 +6,12 @@ other commands come from `moe_zero.recipes.commands`, which needs the extra ``tr
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 
+LIBRARIES = ("typer", "rich", "yaml", "numpy", "PIL", "matplotlib", "tokenizers", "safetensors")
+"""What every command but ``doctor`` imports."""
 HELP = """\
 usage: moe-zero COMMAND [options]
 
@@ -48,13 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from moe_zero import doctor
 
         return doctor.main(arguments[1:]) or 0
-    try:
-        from moe_zero.recipes import commands
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "moe_zero":
-            raise
-        print(f"moe-zero {arguments[0]} needs {error.name}: pip install 'moe-zero[train]'", file=sys.stderr)
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"moe-zero {arguments[0]} needs {', '.join(missing)}: pip install 'moe-zero[train]'", file=sys.stderr)
         return 1
+    from moe_zero.recipes import commands
+
     return commands.main(arguments)
 
 

@@ -80,9 +80,10 @@ def _train(config: Path | None = None, **options: Any) -> None:
     if given.get("resume") and config is None:
         saved = Path(given.get("out", TrainConfig.out)) / "config.yaml"
         config = saved if saved.exists() else None
-    from moe_zero.recipes.train import train
+    settings = TrainConfig.load(config, given)
+    from moe_zero.recipes.train import train  # not before wrong settings were refused
 
-    train(TrainConfig.load(config, given))
+    train(settings)
 
 
 _CONFIG_FILE = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", rich_help_panel="Run")]

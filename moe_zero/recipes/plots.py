@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -77,7 +78,7 @@ def draw_similarity(retrieval: Retrieval, names: Sequence[str], file: Path) -> N
     side = 2.6 + 0.3 * len(pictures)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axis = figure.subplots()
-    image = axis.imshow(mean, cmap="magma", vmin=mean.min(), vmax=mean.max())
+    image = axis.imshow(mean.numpy(), cmap="magma", vmin=mean.min(), vmax=mean.max())
     axis.set_xticks(range(len(captioned)), [names[picture] for picture in captioned], rotation=60, ha="right")
     axis.set_yticks(range(len(pictures)), [names[picture] for picture in pictures])
     best = mean.argmax(1).tolist()
@@ -116,7 +117,7 @@ def draw_experts(
     figure = Figure(figsize=(2.6 + 1.9 * len(layers), height), layout="constrained")
     axes = figure.subplots(1, len(layers) + 1, width_ratios=[0.24] + [1] * len(layers), sharey=True)
     for row, picture in enumerate(pictures):
-        axes[0].imshow(_middle(thumbnails[picture]), extent=(0, 1, row + 0.45, row - 0.45), aspect="auto")
+        axes[0].imshow(np.asarray(_middle(thumbnails[picture])), extent=(0, 1, row + 0.45, row - 0.45), aspect="auto")
     axes[0].set(xlim=(0, 1), ylim=(len(pictures) - 0.5, -0.5), xticks=[])
     axes[0].set_yticks(range(len(pictures)), [names[picture] for picture in pictures])
     axes[0].grid(False)

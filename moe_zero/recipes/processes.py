@@ -4,6 +4,8 @@ one.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -178,6 +180,17 @@ class StopSignal:
 
     def _handle(self, number: int, frame: object) -> None:
         self.received = True
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Give memory that nothing uses any more back to the operating system.
+
+    glibc keeps it, scattered over the threads that freed it (autograd's, the collectives'): a run of two processes grew
+    by 50 MiB a step. Returning it after every step costs about 5 % of the step's time.
+    """
+    if device.type == "cpu" and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -25,14 +25,13 @@ from moe_zero.qformer import QFormerLayer
 from moe_zero.recipes.config import TrainConfig
 from moe_zero.recipes.plots import draw_experts, draw_losses, draw_similarity
 from moe_zero.recipes.prepare import Prepared, build_model, load_data_once, prepare
-from moe_zero.recipes.processes import Processes, StopSignal, joined, launch, peak_memory_mib
+from moe_zero.recipes.processes import Processes, StopSignal, joined, launch, peak_memory_mib, return_freed_memory
 from moe_zero.recipes.progress import Reporter
 from moe_zero.recipes.retrieval import Retrieval, retrieve
-from moe_zero.zero import load_checkpoint, save_checkpoint, shard
+from moe_zero.zero import find_checkpoint, load_checkpoint, save_checkpoint, shard
 
-CONFIG, METRICS, SUMMARY, MODEL = "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors"
-CHECKPOINTS = "checkpoints"
-KEPT_CHECKPOINTS = 2
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+MODEL, CHECKPOINTS = "model.safetensors", "checkpoints"
 
 
 def train(config: TrainConfig) -> dict:
@@ -110,7 +109,7 @@ def run(config: TrainConfig) -> dict:
         found = evaluate(job.sharded, prepared, processes, config)
         evaluate_seconds = time.perf_counter() - evaluate_started
         reporter.retrieval(found.figures())
-        weights = job.sharded.state_dict_full()
+        weights = job.sharded.state_dict_full(rank0_only=True)
         memory = processes.concatenated(
             torch.tensor([peak_memory_mib(processes.device)], dtype=torch.float64, device=processes.device)
         )
@@ -165,21 +164,21 @@ class Job:
 
     def resume(self) -> int:
         """Load the newest checkpoint, if ``resume`` is set and there is one, and return the steps already done."""
-        checkpoints = _checkpoints(self.folder) if self.config.resume else []
-        if not checkpoints:
+        if not self.config.resume:
             return 0
-        extra = load_checkpoint(checkpoints[-1], self.sharded, self.optimizer, self.scheduler)
+        try:
+            checkpoint = find_checkpoint(self.folder / CHECKPOINTS)
+        except FileNotFoundError:  # stopped before its first checkpoint
+            return 0
+        extra = load_checkpoint(checkpoint, self.sharded, self.optimizer, self.scheduler)
         if self.processes.is_first:
             _cut_metrics(self.folder / METRICS, extra["step"])
         self.processes.barrier()
         return extra["step"]
 
     def save(self, step: int) -> None:
-        directory = self.folder / CHECKPOINTS / f"step-{step:07d}"
-        save_checkpoint(directory, self.sharded, self.optimizer, self.scheduler, extra={"step": step})
-        if self.processes.is_first:
-            for old in _checkpoints(self.folder)[:-KEPT_CHECKPOINTS]:
-                shutil.rmtree(old, ignore_errors=True)
+        extra = {"step": step}
+        save_checkpoint(self.folder / CHECKPOINTS, self.sharded, self.optimizer, self.scheduler, extra)
 
     def fit(self, first: int, reporter: Reporter) -> bool:
         """Train from step ``first`` on; False if a signal ended it. Either way the last step has its checkpoint."""
@@ -225,6 +224,7 @@ class Job:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return_freed_memory(processes.device)
         flag = losses.total.new_tensor(float(stopping))
         *figures, stopping = processes.mean(torch.stack([losses.total.detach(), *losses[1:], flag])).tolist()
         seconds = time.perf_counter() - start
@@ -312,11 +312,6 @@ def draw_all(folder: Path, found: Retrieval, prepared: Prepared) -> list[str]:
 def _decay_group(name: str, parameter: nn.Parameter) -> int:
     """0: decays; 1: biases, norms and the temperature, which don't."""
     return int(parameter.ndim < 2)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. One that was being written lies under another name."""
-    return sorted((folder / CHECKPOINTS).glob("step-" + "[0-9]" * 7))
 
 
 def _cut_metrics(file: Path, steps: int) -> None:

@@ -33,30 +33,32 @@ def table(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def tiny_settings(cache, table) -> dict:
+    """Settings of a run that takes seconds, on one thread; all but its folder."""
+    return {
+        "data": str(table),
+        "cache": str(cache),
+        "train_crops": 2,
+        "eval_crops": 1,
+        "max_text_tokens": 8,
+        "num_query_tokens": 4,
+        "num_hidden_layers": 2,
+        "embed_dim": 32,
+        "init": "random",
+        "steps": 4,
+        "batch_size": 4,
+        "lr": 1e-4,
+        "warmup_steps": 1,
+        "checkpoint_every": 2,
+        "threads": 1,
+        "device": "cpu",
+    }
+
+
 @pytest.fixture
-def tiny(tmp_path, cache, table):
-    """A function of changes to the settings of a tiny run on one thread."""
+def tiny(tmp_path, tiny_settings):
+    """A function of changes to `tiny_settings`."""
     from moe_zero.recipes.config import TrainConfig
 
-    def make(**changes) -> TrainConfig:
-        settings = {
-            "out": str(tmp_path / "run"),
-            "data": str(table),
-            "cache": str(cache),
-            "train_crops": 2,
-            "eval_crops": 1,
-            "max_text_tokens": 8,
-            "num_query_tokens": 4,
-            "num_hidden_layers": 2,
-            "embed_dim": 32,
-            "init": "random",
-            "steps": 4,
-            "batch_size": 4,
-            "warmup_steps": 1,
-            "checkpoint_every": 2,
-            "threads": 1,
-            "device": "cpu",
-        }
-        return TrainConfig(**{**settings, **changes})
-
-    return make
+    return lambda **changes: TrainConfig(**{"out": str(tmp_path / "run"), **tiny_settings, **changes})
