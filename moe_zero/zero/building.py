@@ -109,11 +109,13 @@ def build(
     sharded._schedule = schedule
     sharded._buffer_names = []
     for name, layer in layers.items():
-        _materialise(layer, comm.device, init_fn, initialise=comm.rank == 0)
+        _materialise(layer, comm.device, init_fn if comm.rank == 0 else _leave_as_it_is)
         layer.take_over()
         schedule.add(layer)
         _run_through(modules[name], layer, cast_inputs)
     for path, owner in module.named_modules():
+        if any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values()):
+            _initialise(owner, comm.device, init_fn if comm.rank == 0 else _leave_as_it_is)
         for attribute, buffer in owner._buffers.items():
             if buffer is None:
                 continue
@@ -169,33 +171,37 @@ def _floating_to(dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.dtyp
 
 def _check_resettable(module: nn.Module) -> None:
     for name, owner in module.named_modules():
-        on_meta = any(parameter is not None and parameter.is_meta for parameter in owner._parameters.values())
-        if on_meta and not hasattr(owner, "reset_parameters"):
+        own = (*owner._parameters.values(), *owner._buffers.values())
+        if any(tensor is not None and tensor.is_meta for tensor in own) and not hasattr(owner, "reset_parameters"):
             raise ValueError(
-                f"module {name!r} ({type(owner).__name__}) has parameters on the meta device and no "
-                f"reset_parameters(); pass "
-                "init_fn, which initialises the parameters that a module itself has"
+                f"module {name!r} ({type(owner).__name__}) has parameters or buffers on the meta device and no "
+                "reset_parameters(); pass init_fn, which initialises those that a module itself has"
             )
 
 
-def _materialise(
-    layer: FlatLayer, device: torch.device, init_fn: Callable[[nn.Module], None] | None, initialise: bool
-) -> None:
-    """Gives parameters on the meta device memory, and rank 0's their initial values, one layer at a time."""
-    on_meta = {site[0]: None for slot in layer.slots if slot.parameter.is_meta for site in slot.sites}
-    if not on_meta:
-        return
+def _materialise(layer: FlatLayer, device: torch.device, init_fn: Callable[[nn.Module], None] | None) -> None:
+    """Gives a layer's parameters on the meta device memory and initial values."""
+    owners = {site[0]: None for slot in layer.slots if slot.parameter.is_meta for site in slot.sites}
     for slot in layer.slots:
         if slot.parameter.is_meta:
             empty = torch.empty_like(slot.parameter, device=device)
             slot.parameter = nn.Parameter(empty, requires_grad=slot.parameter.requires_grad)
-    layer.show()
-    for module in on_meta:
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[attribute] = torch.empty_like(buffer, device=device)
-        if initialise:
-            init_fn(module) if init_fn is not None else module.reset_parameters()
+            for owner, attribute in slot.sites:
+                owner._parameters[attribute] = slot.parameter
+    for owner in owners:
+        _initialise(owner, device, init_fn)
+
+
+@torch.no_grad()
+def _initialise(module: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], None] | None) -> None:
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[attribute] = torch.empty_like(buffer, device=device)
+    module.reset_parameters() if init_fn is None else init_fn(module)
+
+
+def _leave_as_it_is(module: nn.Module) -> None:
+    """Rank 0's values count."""
 
 
 def _run_through(module: nn.Module, layer: FlatLayer, cast_inputs: torch.dtype | None) -> None:

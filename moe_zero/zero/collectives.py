@@ -82,12 +82,17 @@ class _ThreadLane:
 
 
 def _run_tasks(tasks: queue.SimpleQueue) -> None:
+    failure = None
     while (task := tasks.get()) is not None:
         future, collective = task
         try:
+            # The ranks are out of step once a collective failed: later ones would wait for a time-out, or mix layers.
+            if failure is not None:
+                raise failure
             with torch.no_grad():
                 collective()
         except BaseException as error:
+            failure = error
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -321,7 +326,7 @@ class Communicator:
         return dist.new_group(
             dist.get_process_group_ranks(of),
             backend=backend or dist.get_backend(of),
-            timeout=self._timeout,
+            timeout=self._timeout or _timeout_of(of),
             use_local_synchronization=True,
         )
 
@@ -338,6 +343,14 @@ class Communicator:
                 f"order; "
                 "a layer that has nothing to do on a rank must still be called there"
             )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """What ``init_process_group`` or ``new_group`` was given; a group made without a time-out would get PyTorch's
+    own."""
+    devices = group._device_types
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
+    return getattr(options, "_timeout", None)
 
 
 def _difference(first: object, first_rank: int, second: object, second_rank: int) -> str:

@@ -7,6 +7,7 @@ saved in forward is valid in backward as soon as the layer was fetched again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -336,8 +337,9 @@ class FlatLayer:
     def free(self) -> None:
         """Gives back the memory of the full parameters and puts placeholders into the modules."""
         self.hide()
-        if self._state == "fetching" and self._pending is not None:
-            self._pending.wait()
+        if self._pending is not None:
+            with suppress(RuntimeError):  # the next collective raises it again
+                self._pending.wait()
         self._rows = self._pending = None
         if self._state != "free" and not self._aliased:
             self._storage.resize_(0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 
 import torch
@@ -120,7 +121,8 @@ class Schedule:
         if _in_backward():
             return self._recompute(layer, forward, args, kwargs)
         if self._pass_uses is not None:
-            self._last_two, self._successors[self._last_two] = (self._last_two[1], layer), layer
+            self._successors[self._last_two] = layer
+            self._last_two = (self._last_two[1], layer)
             return self._use(layer, forward, args, kwargs)
         return self.run_pass(self._use, layer, forward, args, kwargs)
 
@@ -220,9 +222,9 @@ class Schedule:
                 return outer[1](value)
             if value._version != kind:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(value.shape)} that layer {layer.name!r} saved for backward has been "
-                    f"modified by an "
-                    f"inplace operation: it is at version {value._version}; expected version {kind}"
+                    f"a tensor of shape {tuple(value.shape)}, saved for backward while layer {layer.name!r} ran, has "
+                    f"been "
+                    f"modified by an inplace operation: it is at version {value._version}; expected version {kind}"
                 )
             return value
 
@@ -397,7 +399,8 @@ class Schedule:
             self._free(layer)
         for _, _, pending in backward.reductions:
             if pending is not None:
-                pending.wait()
+                with suppress(RuntimeError):  # the next collective raises it again
+                    pending.wait()
 
 
 def _in_backward() -> bool:

@@ -54,9 +54,11 @@ class ShardedModule(nn.Module):
         Raises:
             ValueError: a parameter's tag has no entry in ``groups``.
         """
-        tags = {
-            slot.tag: slot.name for layer in self.flat_layers for slot in layer.slots if slot.parameter.requires_grad
-        }
+        tags: dict[int, str] = {}
+        for layer in self.flat_layers:
+            for slot in layer.slots:
+                if slot.parameter.requires_grad:
+                    tags.setdefault(slot.tag, slot.name)
         for tag, name in tags.items():
             if not 0 <= tag < len(groups):
                 raise ValueError(f"groups has {len(groups)} entries, but group_fn gives parameter {name!r} tag {tag}")

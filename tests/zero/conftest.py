@@ -69,6 +69,12 @@ class Ranks:
                 pytest.fail(f"{what}: rank {rank} of {self.world_size}: {type(error).__name__} {error}", pytrace=False)
         return answers
 
+    def answer(self, rank: int, seconds: float) -> tuple[bool, object]:
+        """What ``start`` led to on one rank: whether it succeeded, and its result or traceback."""
+        if not self._connections[rank].poll(seconds):
+            raise TimeoutError(f"no answer of rank {rank} within {seconds} s")
+        return pickle.loads(self._connections[rank].recv_bytes())
+
     @property
     def alive(self) -> bool:
         return bool(self.processes) and all(process.poll() is None for process in self.processes)
