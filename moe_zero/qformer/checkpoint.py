@@ -136,9 +136,9 @@ def load_qformer(
         _refuse(report)
 
     tensors = {name: _read(opened, placement, name, found, report) for name, found in report.taken.items()}
-    if report.missing:
-        model = QFormerModel(config).to(tensors["encoder.layer.0.attention.self.query.weight"].dtype)
-    for name, shape in ((name, weight.shape) for name, weight in model.state_dict().items() if name in tensors):
+    new_dtype = tensors["encoder.layer.0.attention.self.query.weight"].dtype
+    tensors |= {name: _new_weight(model, name, new_dtype) for name in report.missing}
+    for name, shape in ((name, weight.shape) for name, weight in model.state_dict().items()):
         if name == "embeddings.word_embeddings.weight":
             tensors[name] = _with_rows(tensors[name], shape[0], report)
         if tensors[name].shape != shape:
@@ -146,7 +146,7 @@ def load_qformer(
                 f"{report.taken[name]} has shape {list(tensors[name].shape)} in {opened.where}; as {name} of a model "
                 f"with its widths it must be {list(shape)}"
             )
-    model.load_state_dict(tensors, strict=not report.missing, assign=True)
+    model.load_state_dict(tensors, assign=True)
     return model.to(dtype).eval(), report
 
 
@@ -296,6 +296,8 @@ def _configuration(opened: WeightSource, placement: Placement, given: Mapping) -
         elif name in assumed:
             values[name], origin = assumed[name]
             origins[name] = f"{values[name]}, not recorded: {origin}"
+    for name in {"cross_attention_freq"} | ({"moe_layers"} if values["num_experts"] == 1 else set()):
+        origins.pop(name, None)  # of no effect where the weights show the layers
     config = QFormerConfig(**values)
     if config.beam_layers and "num_beams" not in values:
         raise ValueError(f"num_beams is not recorded in {opened.where}, and the weights don't show it; give num_beams")
@@ -417,6 +419,20 @@ def _read(opened: WeightSource, placement: Placement, name: str, found: str, rep
         if types is not None:
             return tensor + opened.weights[types].detach()[0]
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _new_weight(model: QFormerModel, name: str, dtype: torch.dtype) -> Tensor:
+    """What :meth:`QFormerModel.reset_parameters` would make of one parameter, on the CPU."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    weight = torch.empty(model.get_parameter(name).shape, dtype=dtype, device="cpu")
+    if name.endswith(".bias"):
+        return weight.zero_()
+    if isinstance(owner, nn.LayerNorm):
+        return weight.fill_(1)
+    weight.normal_(std=model.config.initializer_range)
+    if (padding := getattr(owner, "padding_idx", None)) is not None:
+        weight[padding] = 0
+    return weight
 
 
 def _is_token_types(name: str, placement: Placement) -> bool:

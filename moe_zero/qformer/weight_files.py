@@ -75,7 +75,7 @@ def open_weights(source: str | os.PathLike | nn.Module | Mapping) -> WeightSourc
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
         to_dict = getattr(config, "to_dict", None)
-        return WeightSource(f"a {type(source).__name__}", source.state_dict(), to_dict() if to_dict else None)
+        return WeightSource(f"module {type(source).__name__}", source.state_dict(), to_dict() if to_dict else None)
     if isinstance(source, Mapping):
         return WeightSource("a state dict", _state_dict(source, "the state dict"), embedded=source.get(CONFIG_KEY))
     path = Path(source)

@@ -245,6 +245,26 @@ def test_missing_and_unknown_weights_are_named_unless_allowed():
     assert "left, and not known what for: Qformer.bert.encoder.layer.1.adapter.weight" in str(report)
 
 
+def test_what_is_missing_is_initialised_as_in_a_new_model():
+    state = {
+        name: tensor for name, tensor in export_state_dict(build(MIXTURE), "published").items() if "layer.0" in name
+    }
+    state |= {name: tensor for name, tensor in export_state_dict(build(MIXTURE), "published").items() if "gate" in name}
+    state |= {f"Qformer.bert.encoder.layer.2.experts.experts.{e}.dense1.weight": torch.zeros(40, 24) for e in range(4)}
+    sizes = {"num_beams": 3, "num_query_tokens": 5, "vocab_size": 50, "initializer_range": 0.2, **GIVEN}
+    loaded, report = load_qformer(state, allow_missing=True, **sizes)
+    new = QFormerModel(loaded.config)
+    assert len(report.missing) > 50
+    for name in report.missing:
+        found, expected = loaded.get_parameter(name), new.get_parameter(name)
+        assert found.shape == expected.shape
+        if expected.unique().numel() == 1:
+            assert torch.equal(found, expected), name
+        else:
+            assert 0.15 < found.std() < 0.25, name
+            assert torch.equal(found == 0, expected == 0), name
+
+
 def test_settings_that_contradict_the_weights_are_named(tmp_path):
     path = save_qformer(build(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"hidden_size is 32 \(given\), but the weights have 24"):
