@@ -270,10 +270,14 @@ def parse_settings(assignments: Sequence[str]) -> dict:
 def _configuration(opened: WeightSource, placement: Placement, given: Mapping) -> tuple[QFormerConfig, dict[str, str]]:
     """The configuration, and for settings that the weights don't show their values and where those are from."""
     names = [setting.name for setting in fields(QFormerConfig)]
-    if unknown := sorted(set(given) - set(names)):
-        raise ValueError(f"unknown Q-Former setting {', '.join(unknown)}; the settings are {', '.join(names)}")
-    beside = {} if opened.config is None else settings_of(opened.config, opened.where)
-    recorded = [("given", given), ("from its configuration", beside), ("recorded in its file", opened.embedded or {})]
+    recorded = [("given", given)]
+    for where, config in ((f"from {opened.config_where}", opened.config), ("recorded in the file", opened.embedded)):
+        recorded.append((where, {} if config is None else settings_of(config, opened.where)))
+    for where, found in recorded:
+        if unknown := sorted(set(found) - set(names)):
+            raise ValueError(
+                f"unknown Q-Former setting {', '.join(unknown)} ({where}); the settings are {', '.join(names)}"
+            )
     shown = _shown_by_weights(opened, placement)
     assumed = _assumed(opened, placement, shown)
 

@@ -56,6 +56,7 @@ class WeightSource:
     weights: Mapping[str, Tensor]
     config: Mapping | None = None
     """``config.json`` beside the file, or the configuration of a model in memory."""
+    config_where: str = "config.json"
     embedded: Mapping | None = None
     """Our own configuration from inside the file."""
 
@@ -75,7 +76,9 @@ def open_weights(source: str | os.PathLike | nn.Module | Mapping) -> WeightSourc
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
         to_dict = getattr(config, "to_dict", None)
-        return WeightSource(f"module {type(source).__name__}", source.state_dict(), to_dict() if to_dict else None)
+        return WeightSource(
+            f"module {type(source).__name__}", source.state_dict(), to_dict() if to_dict else None, "its config"
+        )
     if isinstance(source, Mapping):
         return WeightSource("a state dict", _state_dict(source, "the state dict"), embedded=source.get(CONFIG_KEY))
     path = Path(source)
@@ -85,7 +88,9 @@ def open_weights(source: str | os.PathLike | nn.Module | Mapping) -> WeightSourc
         raise FileNotFoundError(f"no weights at {path}: there is no such file or folder")
     weights, embedded = _read_index(path) if path.suffix == ".json" else _read_file(path)
     config = path.parent / "config.json"
-    return WeightSource(str(path), weights, _read_json(config) if config.is_file() else None, embedded)
+    # A file with a configuration of its own may lie beside the config.json of another model.
+    is_beside = config.is_file() and (embedded is None or path.name in FOLDER_FILES)
+    return WeightSource(str(path), weights, _read_json(config) if is_beside else None, embedded=embedded)
 
 
 def write_weights(tensors: Mapping[str, Tensor], target: Path, config: Mapping, folder_config: Mapping) -> Path:

@@ -266,7 +266,7 @@ def test_what_is_missing_is_initialised_as_in_a_new_model():
 
 
 def test_settings_that_contradict_the_weights_are_named(tmp_path):
-    path = save_qformer(build(), tmp_path / "model.safetensors")
+    path = save_qformer(build(), tmp_path)
     with pytest.raises(ValueError, match=r"hidden_size is 32 \(given\), but the weights have 24"):
         load_qformer(path, hidden_size=32)
     with pytest.raises(ValueError, match=r"num_experts is 3 \(given\), but the weights have 1; .* upcycle"):
@@ -274,7 +274,7 @@ def test_settings_that_contradict_the_weights_are_named(tmp_path):
     with pytest.raises(ValueError, match="unknown Q-Former setting width"):
         load_qformer(path, width=32)
     (tmp_path / "config.json").write_text(json.dumps({"encoder_hidden_size": 99}))
-    with pytest.raises(ValueError, match=r"encoder_width is 99 \(from its configuration\), but the weights have 20"):
+    with pytest.raises(ValueError, match=r"encoder_width is 99 \(from config.json\), but the weights have 20"):
         load_qformer(path)
 
 
@@ -293,6 +293,20 @@ def test_other_activations_and_positions_are_refused():
         load_qformer(Other(hidden_act="gelu_new"))
     with pytest.raises(ValueError, match="position_embedding_type is 'relative_key'"):
         load_qformer(Other(position_embedding_type="relative_key"))
+
+
+def test_settings_that_another_version_wrote_are_not_passed_over(tmp_path):
+    save_qformer(build(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"expert_colour": "blue"}))
+    with pytest.raises(ValueError, match=r"unknown Q-Former setting expert_colour \(from config\.json\)"):
+        load_qformer(tmp_path)
+
+
+def test_the_configuration_of_another_model_beside_a_file_is_not_taken(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 99, "num_attention_heads": 2}))
+    path = save_qformer(build(), tmp_path / "ours.safetensors")
+    assert QFormerModel.from_checkpoint(path).config == DENSE
 
 
 def test_the_number_of_beams_is_not_guessed():
@@ -411,7 +425,7 @@ def test_instructblip_qformer_computes_the_same():
     assert report.missing == ["query_tokens", "ln_vision.weight", "ln_vision.bias"]
     assert not report.unexplained
     assert ours.config.layer_norm_eps == 1e-6
-    assert report.settings["layer_norm_eps"] == "1e-06, from its configuration"
+    assert report.settings["layer_norm_eps"] == "1e-06, from its config"
     arguments = inputs()
     mine = ours(**arguments).last_hidden_state
     joint = torch.cat([torch.ones(B, 5, dtype=torch.int64), arguments["attention_mask"]], dim=1)
