@@ -190,7 +190,7 @@ class Job:
             if self.processes.is_first:
                 metrics = stack.enter_context(open(self.folder / METRICS, "a", encoding="utf-8"))
             for step in range(first, config.steps):
-                row, stopping = self.step(step, stop.received)
+                row, stopping = self.step(step, stop)
                 if metrics is not None:
                     metrics.write(json.dumps(row) + "\n")
                     metrics.flush()
@@ -204,7 +204,7 @@ class Job:
                     break
         return saved == config.steps
 
-    def step(self, step: int, stopping: bool) -> tuple[dict[str, Any], bool]:
+    def step(self, step: int, stop: StopSignal) -> tuple[dict[str, Any], bool]:
         """One optimizer step. Returns its figures, means over the processes, and whether any process is to stop."""
         start = time.perf_counter()
         config, processes = self.config, self.processes
@@ -225,7 +225,7 @@ class Job:
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return_freed_memory(processes.device)
-        flag = losses.total.new_tensor(float(stopping))
+        flag = losses.total.new_tensor(float(stop.received))
         *figures, stopping = processes.mean(torch.stack([losses.total.detach(), *losses[1:], flag])).tolist()
         seconds = time.perf_counter() - start
         row = dict(zip(("loss", *losses._fields[1:]), figures, strict=True))

@@ -32,7 +32,7 @@ def assert_same_training(folder, expected: list[dict], tolerance: float = 1e-4):
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, other in zip(rows, expected, strict=True):
         for name in LOSSES:
-            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=1e-6), f"step {row['step']}: {name}"
+            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=2e-5), f"step {row['step']}: {name}"
 
 
 @pytest.fixture(scope="module")
