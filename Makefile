@@ -10,7 +10,7 @@ help:  ## Say what there is to make
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
 demo: .venv/.train  ## Train a Q-Former on photographs with 2 processes, draw the plots, ask it one question
-	$(BIN)/moe-zero train --nproc 2 --out runs/demo
+	$(BIN)/moe-zero train --nproc 2 --out runs/demo --resume
 	$(BIN)/moe-zero query --run runs/demo --text "a cup of coffee on a table"
 
 test: .venv/.dev  ## Run all tests
