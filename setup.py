@@ -37,7 +37,7 @@ def host_flags() -> list[str]:
     # No contraction into fused multiply-adds: results must not depend on the instruction set. -g0 because torch's
     # headers make debug information far larger than the code.
     flags = ["-O3", "-std=c++20", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-ffp-contract=off"]
-    flags += ["-fvisibility=hidden"]
+    flags += ["-fvisibility=hidden", f"-ffile-prefix-map={ROOT}=."]
     if os.environ.get("MOE_ZERO_SANITIZE") == "1":
         flags += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     return flags
