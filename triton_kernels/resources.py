@@ -80,8 +80,7 @@ def record(capability: int) -> Iterator[list[Launch]]:
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
     """Compile for ``capability`` and read registers, stack, shared memory and matrix instructions off the result."""
-    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    compiled = _compile(launch, capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -94,8 +93,18 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
     return Resources(found["REG"], found["STACK"], compiled.metadata.shared, instructions)
 
 
+def ptx(launch: Launch, capability: int) -> str:
+    """The launch's code for ``capability``, in the form that the driver's assembler takes."""
+    return _compile(launch, capability).asm["ptx"]
+
+
+def _compile(launch: Launch, capability: int) -> triton.compiler.CompiledKernel:
+    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+
+
 def _describe(kernel: JITFunction, args: tuple, kwargs: dict) -> Launch:
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "debug") if name in kwargs}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constexprs, attrs = {}, {}, {}
     for index, param in enumerate(kernel.params):
@@ -103,6 +112,9 @@ def _describe(kernel: JITFunction, args: tuple, kwargs: dict) -> Launch:
         if param.is_constexpr or value is None or (_is_one(value) and not param.do_not_specialize):
             signature[param.name] = "constexpr"
             constexprs[param.name] = value
+        elif isinstance(value, tuple):
+            signature[param.name] = tuple("*" + _TYPES[tensor.dtype] for tensor in value)
+            attrs |= {(index, i): [["tt.divisibility", 16]] for i in range(len(value))}
         elif isinstance(value, torch.Tensor):
             signature[param.name] = "*" + _TYPES[value.dtype]
             attrs[(index,)] = [["tt.divisibility", 16]]

@@ -6,7 +6,7 @@ that a program uses, whatever its token counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +57,98 @@ def gate_config(num_tokens: int, num_experts: int, *, rows: int, fp32: bool) -> 
         table = _GATE_FP32
     block_t, block_d, num_warps, num_stages = table[block_e]
     return GateConfig(block_t, block_e, block_d, 1, num_warps, num_stages)
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """Tile of a matrix product: rows x columns x depth."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By rows per expert (up to the first number): the fewer, the smaller the row tile, until only the weights' bytes count.
+# The 99 KiB of shared memory of 12.0 hold fewer stages of the large tiles.
+_PRODUCTS = {
+    80: (
+        (16, ProductConfig(16, 64, 128, 4, 4)),
+        (32, ProductConfig(32, 64, 128, 4, 3)),
+        (128, ProductConfig(64, 64, 64, 4, 4)),
+        (512, ProductConfig(64, 128, 64, 4, 3)),
+        (None, ProductConfig(128, 128, 64, 8, 3)),
+    ),
+    90: (
+        (16, ProductConfig(16, 64, 128, 4, 4)),
+        (32, ProductConfig(32, 64, 128, 4, 4)),
+        (128, ProductConfig(64, 64, 64, 4, 4)),
+        (512, ProductConfig(64, 128, 64, 4, 4)),
+        (None, ProductConfig(128, 128, 64, 8, 4)),
+    ),
+    120: (
+        (16, ProductConfig(16, 64, 128, 4, 3)),
+        (32, ProductConfig(32, 64, 64, 4, 4)),
+        (128, ProductConfig(64, 64, 64, 4, 3)),
+        (512, ProductConfig(64, 128, 64, 4, 3)),
+        (None, ProductConfig(128, 128, 32, 8, 3)),
+    ),
+}
+_PRODUCTS[100] = _PRODUCTS[90]
+_FP32_PRODUCTS = ((32, ProductConfig(16, 64, 32, 4, 3)), (None, ProductConfig(64, 64, 16, 8, 3)))
+
+# The depth is the rows, whose indices are fetched a step before the rows: of num_stages, two go to that.
+_WEIGHT_GRADIENTS = {
+    80: ((64, ProductConfig(64, 64, 32, 4, 5)), (None, ProductConfig(128, 128, 32, 8, 5))),
+    90: ((64, ProductConfig(64, 64, 32, 4, 5)), (None, ProductConfig(128, 128, 64, 8, 5))),
+    120: ((64, ProductConfig(64, 64, 32, 4, 5)), (None, ProductConfig(128, 64, 32, 8, 5))),
+}
+_WEIGHT_GRADIENTS[100] = _WEIGHT_GRADIENTS[90]
+_FP32_WEIGHT_GRADIENTS = ((None, ProductConfig(64, 64, 16, 8, 5)),)
+
+
+def product_config(capability: int, dtype: torch.dtype, rows_per_expert: int, *, narrow: bool) -> ProductConfig:
+    """Tile of a product of the experts' rows with their weights.
+
+    ``narrow`` is for what needs more registers per element: GELU and its slope at once, or masks along the depth.
+    """
+    table = _FP32_PRODUCTS if dtype == torch.float32 else _PRODUCTS[_nearest(capability)]
+    config = _lookup(table, rows_per_expert)
+    return replace(config, block_n=64) if narrow else config
+
+
+def weight_gradient_config(capability: int, dtype: torch.dtype, rows_per_expert: int) -> ProductConfig:
+    """Tile of a product over the experts' rows, whose depth is the rows."""
+    table = _FP32_WEIGHT_GRADIENTS if dtype == torch.float32 else _WEIGHT_GRADIENTS[_nearest(capability)]
+    return _lookup(table, rows_per_expert)
+
+
+def _nearest(capability: int) -> int:
+    """Row of a table for a capability: its own generation's, but for 8.6 and 8.9, of little shared memory, 12.0's."""
+    if capability < 90:
+        return 80 if capability == 80 else 120
+    return 90 if capability < 100 else 100 if capability < 120 else 120
+
+
+def _lookup(table: tuple, rows: int) -> ProductConfig:
+    return next(config for limit, config in table if limit is None or rows <= limit)
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """Tile of the combine kernels: whole rows."""
+
+    block_t: int
+    block_d: int
+    num_warps: int
+
+
+def combine_config(hidden_size: int, num_tokens: int) -> CombineConfig:
+    """Up to 2048 elements per program, or one row; 8 elements per thread, of which the backward pass holds several."""
+    block_d = max(16, _power_of_2(hidden_size))
+    block_t = max(1, 2048 // block_d) if num_tokens >= 1024 else 1
+    return CombineConfig(block_t, block_d, min(32, max(1, block_t * block_d // 256)))
 
 
 def _power_of_2(n: int) -> int:
