@@ -29,7 +29,8 @@ except ModuleNotFoundError as error:
     hint = "moe_zero.qformer.replace needs transformers: pip install 'moe-zero[hf]'"
     raise ModuleNotFoundError(hint, name=error.name) from error
 
-from moe_zero.qformer.checkpoint import MIXTURE_FIELD, TRANSFORMERS_SETTINGS, load_qformer, settings_of
+from moe_zero.qformer.checkpoint import load_qformer
+from moe_zero.qformer.checkpoint_config import MIXTURE_FIELD, TRANSFORMERS_SETTINGS, settings_of
 from moe_zero.qformer.config import QFormerConfig
 from moe_zero.qformer.layer import Rows
 from moe_zero.qformer.layouts import LAYOUTS, OUTSIDE, TEXT_EMBEDDINGS
