@@ -4,7 +4,7 @@
 ``moe-zero doctor`` tells what is missing and what that costs.
 """
 
-from moe_zero.layers.patch import patch, unpatch
+from moe_zero.drop_in import patch, unpatch
 
 __all__ = ["patch", "unpatch"]
 __version__ = "0.1.0"

@@ -21,6 +21,7 @@ commands:
   train    train on photographs and captions, evaluate retrieval, draw plots
   eval     evaluate a finished run again, also on other data
   query    rank pictures for a sentence, or captions for a picture
+  convert  turn a Q-Former checkpoint of transformers, LAVIS or BERT into ours, or ours into theirs
   doctor   say what works on this machine, what is missing and what to do
 
 examples:

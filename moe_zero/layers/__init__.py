@@ -3,7 +3,7 @@
 from moe_zero.layers.beam import BeamMoE, BeamState, importance_loss
 from moe_zero.layers.experts import Experts
 from moe_zero.layers.ffn import GeluFeedForward
-from moe_zero.layers.patch import PatchReport, patch, unpatch
+from moe_zero.layers.patch import PatchReport, patch_feed_forwards, unpatch_feed_forwards
 from moe_zero.layers.token import TokenMoE, balancing_loss
 
 __all__ = [
@@ -15,6 +15,6 @@ __all__ = [
     "TokenMoE",
     "balancing_loss",
     "importance_loss",
-    "patch",
-    "unpatch",
+    "patch_feed_forwards",
+    "unpatch_feed_forwards",
 ]

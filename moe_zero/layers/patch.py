@@ -22,7 +22,7 @@ and LayerNorm. Any other feed-forward is one module that owns both products."""
 
 @dataclass
 class PatchReport:
-    """What :func:`patch` did."""
+    """What :func:`patch_feed_forwards` did."""
 
     replaced: list[str] = field(default_factory=list)
     """Names of the feed-forwards that are ours now."""
@@ -106,7 +106,7 @@ class Candidate:
         return inside if self.tail is None else [*inside, self.module, self.second]
 
 
-def patch(
+def patch_feed_forwards(
     model: nn.Module,
     *,
     classes: Sequence[type | str] = (),
@@ -132,7 +132,7 @@ def patch(
         top_k: experts per token, with ``experts``.
 
     Returns:
-        What was replaced, and what was left alone and why. :func:`unpatch` undoes it.
+        What was replaced, and what was left alone and why. :func:`unpatch_feed_forwards` undoes it.
 
     Raises:
         ValueError: if ``classes`` or ``names`` match no feed-forward at all; if ``top_k`` does not fit ``experts``.
@@ -167,8 +167,8 @@ def patch(
     return report
 
 
-def unpatch(model: nn.Module) -> list[str]:
-    """Put back every module that :func:`patch` replaced; returns their names.
+def unpatch_feed_forwards(model: nn.Module) -> list[str]:
+    """Put back every module that :func:`patch_feed_forwards` replaced; returns their names.
 
     Weights are as they are now. Experts are dropped: where they were, the feed-forward has the weights it had before.
     """

@@ -1,4 +1,4 @@
-"""The commands ``train``, ``eval`` and ``query``. Their options are the fields of `TrainConfig`."""
+"""The commands ``train``, ``eval``, ``query`` and ``convert``. Those of ``train`` are the fields of `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_zero.qformer.layouts import LAYOUT_NAMES
 from moe_zero.recipes.config import TrainConfig
 from moe_zero.recipes.processes import INTERRUPTED, WorkerError, joined
 from moe_zero.recipes.progress import Reporter
@@ -142,3 +144,51 @@ def query(
         print(json.dumps([{"match": name, "similarity": score} for name, score in ranking[:top]], indent=2))
     else:
         Reporter(processes.is_first).ranking(f"Best for {text or image}", ranking[:top])
+
+
+@app.command("convert")
+@_with_plain_errors
+def convert_checkpoint(
+    source: Annotated[Path, typer.Argument(help="A weight file, the index of a sharded one, or a folder.")],
+    target: Annotated[Path, typer.Argument(help="A .safetensors or .pth file, or a folder (with config.json).")],
+    to: Annotated[str, typer.Option(help=f"Names to write: {', '.join(LAYOUT_NAMES)}.")] = "moe-zero",
+    allow_missing: Annotated[
+        bool,
+        typer.Option("--allow-missing", help="Initialise what the source lacks, leave what is unknown; name both."),
+    ] = False,
+    query_ffn_from_text: Annotated[
+        bool, typer.Option("--query-ffn-from-text", help="Start the query feed-forward from the text's (BERT).")
+    ] = False,
+    experts: Annotated[
+        int, typer.Option(help="Make a mixture of so many experts, the universal one included.", min=1)
+    ] = 1,
+    beams: Annotated[int, typer.Option(help="Beams of the mixture, the universal one included.")] = 3,
+    moe_layers: Annotated[
+        str | None, typer.Option(help="Layers of the mixture, such as 6,7,8; by default the upper half.")
+    ] = None,
+    equal: Annotated[
+        bool, typer.Option("--equal", help="Let the mixture start as the same function as the dense model.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting that the source does not record, such as num_beams=3; repeatable."),
+    ] = None,
+) -> None:
+    """Convert a Q-Former's checkpoint (transformers, LAVIS, the published mixture, BERT), a dense one into a mixture."""
+    from moe_zero.qformer.checkpoint import convert, parse_settings
+
+    if moe_layers is not None and not re.fullmatch(r"\d+(,\d+)*", moe_layers):
+        raise ValueError(f"--moe-layers is {moe_layers!r}; it must be layer numbers such as 6,7,8")
+    report = convert(
+        source,
+        target,
+        to=to,
+        allow_missing=allow_missing,
+        query_ffn_from_text=query_ffn_from_text,
+        experts=experts,
+        beams=beams,
+        moe_layers=None if moe_layers is None else [int(layer) for layer in moe_layers.split(",")],
+        equal=equal,
+        settings=parse_settings(settings or []),
+    )
+    print(report)
