@@ -174,7 +174,7 @@ def convert_checkpoint(
         typer.Option("--set", help="A setting that the source does not record, such as num_beams=3; repeatable."),
     ] = None,
 ) -> None:
-    """Convert a Q-Former's checkpoint (transformers, LAVIS, the published mixture, BERT), a dense one into a mixture."""
+    """Convert a Q-Former's checkpoint (transformers, LAVIS, the published mixture, BERT), dense ones to mixtures."""
     from moe_zero.qformer.checkpoint import convert, parse_settings
 
     if moe_layers is not None and not re.fullmatch(r"\d+(,\d+)*", moe_layers):
