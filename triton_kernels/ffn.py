@@ -461,9 +461,13 @@ def _product(
     if transposed:
         stride_n, stride_k, columns, depth = stride_k, stride_n, depth, columns
     bias_strides = (0, 0) if biases is None else (0, *biases[0].stride())[-2:]
-    narrow = epilogue == "gelu_backward" or depth % 128 != 0
-    capability = tuning.capability(a.device)
-    config = config or tuning.product_config(capability, a.dtype, rows.rows_per_expert, narrow=narrow)
+    config = config or tuning.product_config(
+        tuning.capability(a.device),
+        a.dtype,
+        rows.rows_per_expert,
+        aligned=columns % 16 == 0 and depth % 16 == 0,
+        two_results=epilogue == "gelu_backward",
+    )
     tiles_n = triton.cdiv(columns, config.block_n)
     grid = (rows.tiles(config.block_m) * tiles_n,)
     dots = torch.empty(rows.N, tiles_n, dtype=torch.float32, device=a.device) if wants_dots else None

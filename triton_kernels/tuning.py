@@ -108,14 +108,20 @@ _WEIGHT_GRADIENTS[100] = _WEIGHT_GRADIENTS[90]
 _FP32_WEIGHT_GRADIENTS = ((None, ProductConfig(64, 64, 16, 8, 5)),)
 
 
-def product_config(capability: int, dtype: torch.dtype, rows_per_expert: int, *, narrow: bool) -> ProductConfig:
+# Rows that are no multiple of 16 bytes are loaded element by element, which takes a 64-bit address for each.
+_UNALIGNED_PRODUCTS = ((32, ProductConfig(16, 64, 32, 4, 2)), (None, ProductConfig(64, 64, 32, 8, 2)))
+
+
+def product_config(
+    capability: int, dtype: torch.dtype, rows_per_expert: int, *, aligned: bool, two_results: bool
+) -> ProductConfig:
     """Tile of a product of the experts' rows with their weights.
 
-    ``narrow`` is for what needs more registers per element: GELU and its slope at once, or masks along the depth.
+    ``aligned`` is whether widths are multiples of 16, ``two_results`` whether GELU and its slope are needed at once.
     """
     table = _FP32_PRODUCTS if dtype == torch.float32 else _PRODUCTS[_nearest(capability)]
-    config = _lookup(table, rows_per_expert)
-    return replace(config, block_n=64) if narrow else config
+    config = _lookup(table if aligned else _UNALIGNED_PRODUCTS, rows_per_expert)
+    return replace(config, block_n=64) if two_results else config
 
 
 def weight_gradient_config(capability: int, dtype: torch.dtype, rows_per_expert: int) -> ProductConfig:
@@ -145,10 +151,10 @@ class CombineConfig:
 
 
 def combine_config(hidden_size: int, num_tokens: int) -> CombineConfig:
-    """Up to 2048 elements per program, or one row; 8 elements per thread, of which the backward pass holds several."""
+    """Up to 2048 elements per program, or one row; a row of 8192 takes 16 warps."""
     block_d = max(16, _power_of_2(hidden_size))
     block_t = max(1, 2048 // block_d) if num_tokens >= 1024 else 1
-    return CombineConfig(block_t, block_d, min(32, max(1, block_t * block_d // 256)))
+    return CombineConfig(block_t, block_d, min(16, max(1, block_t * block_d // 256)))
 
 
 def _power_of_2(n: int) -> int:

@@ -266,6 +266,9 @@ class _Groups:
             if end > begin:
                 yield e, slice(begin, end)
 
+    def without_rows(self) -> list[int]:
+        return [e for e, (begin, end) in enumerate(pairwise(self.offsets)) if end == begin]
+
     @property
     def longest(self) -> int:
         return max(end - begin for begin, end in pairwise(self.offsets))
@@ -324,11 +327,14 @@ def _gelu_ffn_backward(
     groups = _Groups.dense(T, E) if dense else _Groups.sparse(order_N, offsets_E, experts_per_token)
     N, longest = groups.offsets[-1], groups.longest
     needs_x, needs_weights, needs_w1, needs_b1, needs_w2, needs_b2 = needs
-    # Experts without tokens are not visited below: their gradients are the zeros put here.
-    grad_w1_EFD = x_TD.new_zeros((E, F, D) if needs_w1 else 0)
-    grad_b1_EF = x_TD.new_zeros((E, F) if needs_b1 else 0)
-    grad_w2_EDF = x_TD.new_zeros((E, D, F) if needs_w2 else 0)
-    grad_b2_ED = x_TD.new_zeros((E, D) if needs_b2 else 0)
+    grad_w1_EFD = x_TD.new_empty((E, F, D) if needs_w1 else 0)
+    grad_b1_EF = x_TD.new_empty((E, F) if needs_b1 else 0)
+    grad_w2_EDF = x_TD.new_empty((E, D, F) if needs_w2 else 0)
+    grad_b2_ED = x_TD.new_empty((E, D) if needs_b2 else 0)
+    for e in groups.without_rows():
+        for grad, needed in zip((grad_w1_EFD, grad_b1_EF, grad_w2_EDF, grad_b2_ED), needs[2:], strict=True):
+            if needed:
+                grad[e].zero_()
     grad_weights_N = x_TD.new_empty(N if needs_weights else 0, dtype=accumulate_dtype(x_TD))
     grad_x_ND = x_TD.new_empty(N if needs_x else 0, D)
     act_buffer, grad_buffer, pre_buffer = (x_TD.new_empty(longest, F) for _ in range(3))
