@@ -105,45 +105,50 @@ def run(config: TrainConfig) -> dict:
         if not job.fit(first, reporter):
             raise KeyboardInterrupt(f"stopped; resume with --out {config.out} --resume")
 
-        evaluate_started = time.perf_counter()
-        found = evaluate(job.sharded, prepared, processes, config)
-        evaluate_seconds = time.perf_counter() - evaluate_started
-        reporter.retrieval(found.figures())
-        weights = job.sharded.state_dict_full(rank0_only=True)
-        memory = processes.concatenated(
-            torch.tensor([peak_memory_mib(processes.device)], dtype=torch.float64, device=processes.device)
-        )
-        summary = {
-            "retrieval": found.figures(),
-            "data": {
-                "train_pictures": len(data.train),
-                "eval_pictures": len(data.eval),
-                "pictures_with_held_out_captions": held_out,
-                "skipped_rows": len(data.skipped),
-            },
-            "model": {"parameters": job.parameters, "preset": config.preset},
-            "seconds": {
-                "features": prepared.seconds,
-                "evaluate": evaluate_seconds,
-                "total": time.perf_counter() - started,
-            },
-            "peak_memory_mib": memory.tolist(),
-            "processes": processes.world_size,
-            "threads": torch.get_num_threads(),
-            "device": processes.device.type,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        return _conclude(job, prepared, reporter, started)
+
+
+def _conclude(job: Job, prepared: Prepared, reporter: Reporter, started: float) -> dict:
+    """Evaluate what was trained and write everything but metrics and checkpoints into the run's folder."""
+    config, processes, folder, data = job.config, job.processes, job.folder, prepared.data
+    evaluate_started = time.perf_counter()
+    found = evaluate(job.sharded, prepared, processes, config)
+    evaluate_seconds = time.perf_counter() - evaluate_started
+    reporter.retrieval(found.figures())
+    weights = job.sharded.state_dict_full(rank0_only=True)
+    peak = torch.tensor([peak_memory_mib(processes.device)], dtype=torch.float64, device=processes.device)
+    summary = {
+        "retrieval": found.figures(),
+        "data": {
+            "train_pictures": len(data.train),
+            "eval_pictures": len(data.eval),
+            "pictures_with_held_out_captions": sum(picture.held_out_captions for picture in data.eval),
+            "skipped_rows": len(data.skipped),
+        },
+        "model": {"parameters": job.parameters, "preset": config.preset},
+        "peak_memory_mib": processes.concatenated(peak).tolist(),
+        "processes": processes.world_size,
+        "threads": torch.get_num_threads(),
+        "device": processes.device.type,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    if processes.is_first:
+        save_file({name: value.contiguous() for name, value in weights.items()}, folder / MODEL)
+        steps = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+        step_seconds = [row["seconds"] for row in steps]  # of all steps, also those before the run was resumed
+        pictures = draw_all(folder, found, prepared)
+        summary["final"] = steps[-1]
+        summary["seconds"] = {
+            "features": prepared.seconds,
+            "train": sum(step_seconds),
+            "step_median": statistics.median(step_seconds),
+            "evaluate": evaluate_seconds,
+            "total": time.perf_counter() - started,
         }
-        if processes.is_first:
-            save_file({name: value.contiguous().cpu() for name, value in weights.items()}, folder / MODEL)
-            steps = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-            seconds = [row["seconds"] for row in steps]  # of all steps, also those before the run was resumed
-            summary["seconds"] |= {"train": sum(seconds), "step_median": statistics.median(seconds)}
-            summary["final"] = steps[-1]
-            pictures = draw_all(folder, found, prepared)
-            (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-            reporter.files(folder, [SUMMARY, METRICS, MODEL, *pictures])
-        processes.barrier()
-        return summary
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        reporter.files(folder, [SUMMARY, METRICS, MODEL, *pictures])
+    processes.barrier()
+    return summary
 
 
 class Job:
