@@ -44,12 +44,12 @@ class Prepared:
         )
 
     def eval_images(self) -> tuple[Callable[[int], Tensor], Tensor]:
-        """Crop number to features [P, W], and which picture of ``data.eval`` each crop is of."""
+        """Crop number to features [P, W] in fp32, and which picture of ``data.eval`` each crop is of."""
         crops = [(picture, index) for picture, own in enumerate(self.eval_crops) for index in range(len(own))]
 
         def read(number: int) -> Tensor:
             picture, index = crops[number]
-            return self.store.read(self.data.eval[picture], self.eval_crops[picture], index)
+            return self.store.read(self.data.eval[picture], self.eval_crops[picture], index).float()
 
         return read, torch.tensor([picture for picture, _ in crops])
 

@@ -67,7 +67,7 @@ def retrieve(
 
     Args:
         model: a `QFormerPretraining`, or a sharded one.
-        image: crop number to its features [P, W].
+        image: crop number to its features [P, W], fp32.
         image_owner_I, text_owner_K: which picture each crop and each caption belongs to; a hit is one of the same
         picture.
         captions: ids and mask, [K, T] each.
@@ -84,7 +84,7 @@ def retrieve(
     if rerank:
 
         def match(pairs: list[tuple[int, int]]) -> Tensor:
-            features = torch.stack([image(number) for number, _ in pairs]).to(device).float()
+            features = torch.stack([image(number) for number, _ in pairs]).to(device)
             texts = [text for _, text in pairs]
             return model(features, ids_KT[texts].to(device), mask_KT[texts].to(device), task="match")
 
@@ -110,13 +110,13 @@ def embed_images(
     """Queries [I, Q, C] and routes [I, L] of crops 0 to ``count``; every process does a share and gets all.
 
     Args:
-        image: crop number to its features [P, W].
+        image: crop number to its features [P, W], fp32.
     """
     num_queries = num_layers = 0
 
     def embed(numbers: list[int]) -> Tensor:
         nonlocal num_queries, num_layers
-        features = torch.stack([image(number) for number in numbers]).to(processes.device).float()
+        features = torch.stack([image(number) for number in numbers]).to(processes.device)
         queries_BQC, route_BL = model(image_features=features, task="images")
         num_queries = queries_BQC.shape[1]
         if route_BL is None:
