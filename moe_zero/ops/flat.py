@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_zero import _extensions
 
@@ -378,10 +379,14 @@ _bump_version("sum_rows_", lambda out, *args: _present(out, *args[-2:]))
 # --- public functions ------------------------------------------------------------------------------------------------
 
 
-def _backend(device: torch.device) -> ModuleType | None:
-    if device.type == "cpu":
+def _backend(flat: Tensor) -> ModuleType | None:
+    """The compiled operators for this tensor, or None: then the reference does the work. So it does for fake tensors, which
+    no operator takes together with the plan's table, a real tensor."""
+    if isinstance(flat, FakeTensor):
+        return None
+    if flat.device.type == "cpu":
         return _extensions.ops_cpu
-    return _extensions.ops_cuda if device.type == "cuda" else None
+    return _extensions.ops_cuda if flat.device.type == "cuda" else None
 
 
 def _eager() -> bool:
@@ -412,7 +417,8 @@ def pack(
     """Copy many tensors into one flat buffer, converted to the plan's dtypes and multiplied by ``scale``.
 
     One pass over memory, one kernel launch on a GPU. Arithmetic is in fp32, or fp64 as soon as source or destination
-    is fp64, and rounded once to nearest even; without scale and conversion bits are copied.
+    is fp64, and rounded to nearest even (from fp64 to 16 bits by way of fp32, as PyTorch does); without scale and
+    conversion bits are copied.
 
     Args:
         tensors: one for each size of the plan, of that many elements in row-major order, with any shape, strides and
@@ -432,7 +438,7 @@ def pack(
     """
     if out is None:
         out = _new_flat(tensors, plan)
-    backend = _backend(out.device)
+    backend = _backend(out)
     if backend is None:
         return pack_reference(tensors, plan, out, scale=scale, stats=stats)
     _check_flat(out, plan, "out")
@@ -465,7 +471,7 @@ def unpack(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulat
         ValueError: sizes, dtypes or devices do not fit, or tensors share memory with each other or with ``flat``.
             Nothing was written.
     """
-    backend = _backend(flat.device)
+    backend = _backend(flat)
     if backend is None:
         return unpack_reference(flat, plan, tensors, accumulate=accumulate)
     _check_flat(flat, plan, "flat")
@@ -491,7 +497,7 @@ def sum_rows(
         accumulate: add to ``out``.
         stats: as in ``pack``, about what was written to ``out``.
     """
-    if _backend(out.device) is None:
+    if _backend(out) is None:
         return sum_rows_reference(rows, out, scale=scale, accumulate=accumulate, stats=stats)
     _check_stats(stats, out.device)
     workspace = _workspace(stats, 2 * -(-out.numel() // _SUM_ROWS_TILE))

@@ -19,18 +19,18 @@ def find_nvcc():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_kernels_compile_without_warnings_or_spills(tmp_path):
     nvcc = find_nvcc()
     if nvcc is None or not (ROOT / "csrc").exists():
         pytest.skip("needs nvcc and the sources")
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     architectures = [a for a in CAPABILITIES if f"compute_{a}" in known.split()]
-    command = [nvcc, "-std=c++20", "-O3", "--fmad=false", "-Werror", "all-warnings", "-Xptxas", "-v"]
+    command = [nvcc, "-std=c++20", "-O3", "--fmad=false", "-Werror", "all-warnings", "-Xptxas", "-v", "--threads", "2"]
     command += ["-Xcompiler", "-Wall,-Wextra,-Werror", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/cuda'}"]
     command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     command += ["-c", str(ROOT / "csrc/cuda/flat_cuda.cu"), "-o", str(tmp_path / "flat_cuda.o")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1450)
     assert result.returncode == 0, result.stderr[-4000:]
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", result.stderr)
     assert len(spills) > 30 * len(architectures)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_zero import _extensions
 from moe_zero.ops import flat as flat_ops
@@ -472,6 +473,16 @@ def test_compiles_into_one_graph():
     a, b = torch.randn(3, 5), torch.randn(7)
     for got, source in zip(round_trip(a, b), (a, b), strict=True):
         assert torch.equal(got, source.bfloat16().float())
+
+
+def test_fake_tensors_pass_through(pair):
+    _, plan = pair
+    with FakeTensorMode():
+        tensors = [torch.ones(6), torch.ones(2, 5)]
+        flat = pack(tensors, plan, stats=torch.zeros(2))
+        assert (flat.shape, flat.dtype) == ((32,), torch.float32)
+        unpack(flat, plan, tensors, accumulate=True)
+        sum_rows(flat.view(2, 16), torch.zeros(16))
 
 
 def test_autograd_notices_that_a_saved_tensor_was_overwritten(pair):
