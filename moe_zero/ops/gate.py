@@ -154,8 +154,8 @@ def _gate_backward(
     mean_T1 = (probs_TE * grad_TE).sum(1, keepdim=True)
     grad_logits_TE = grad_TE.sub_(mean_T1).add_(grad_logsumexp_T.unsqueeze(1)).mul_(probs_TE)
 
-    grad_mean_TD = grad_logits_TE @ router_ED.to(grad_logits_TE.dtype)
-    grad_x_TQD = (grad_mean_TD / Q).to(x_TQD.dtype).unsqueeze(1)
+    # Dividing the E-wide operand by Q spares a pass over the D-wide result.
+    grad_x_TQD = ((grad_logits_TE / Q) @ router_ED.to(grad_logits_TE.dtype)).to(x_TQD.dtype).unsqueeze(1)
     if Q > 1:
         grad_x_TQD = grad_x_TQD.expand(T, Q, D).contiguous()
     grad_router_ED = grad_logits_TE.T @ _mean_rows(x_TQD, grad_logits_TE.dtype)

@@ -1,0 +1,216 @@
+"""The experts' feed-forward against everything a user could write or install instead, on the CPU or a GPU.
+
+Rivals stand in one group and run in one session; compare medians. ``memory`` prints the peak of a training step.
+"""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_zero.ops.gelu_ffn import gelu_ffn, gelu_ffn_reference
+from moe_zero.ops.post_route import post_route_logits, post_route_outputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HIDDEN, WIDTH = (768, 3072) if DEVICE == "cuda" else (384, 1536)
+EXPERTS, PER_TOKEN = 8, 2
+ROUNDS = 50 if DEVICE == "cuda" else 15
+
+
+def inputs(tokens: int, dtype: torch.dtype, experts: int = EXPERTS) -> tuple:
+    torch.manual_seed(0)
+    x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=dtype, requires_grad=True)
+    probs = torch.randn(tokens, experts, device=DEVICE).softmax(-1)
+    weights, ids = probs.topk(PER_TOKEN)
+    shapes = ((experts, WIDTH, HIDDEN), (experts, WIDTH), (experts, HIDDEN, WIDTH), (experts, HIDDEN))
+    params = [(torch.randn(s, device=DEVICE) * s[-1] ** -0.5).to(dtype).requires_grad_() for s in shapes]
+    return x, ids, weights.detach().requires_grad_(), *params
+
+
+def loop(x, ids, weights, w1, b1, w2, b2):
+    """What most published code does: per expert, index the tokens, two linear layers, index_add."""
+    out = torch.zeros_like(x)
+    for e in range(len(w1)):
+        token, place = torch.where(ids == e)
+        h = F.gelu(F.linear(x[token], w1[e], b1[e]))
+        y = F.linear(h, w2[e], b2[e]) * weights[token, place, None].to(x.dtype)
+        out = out.index_add(0, token, y)
+    return out
+
+
+def separate(arguments: tuple) -> tuple:
+    """The same inputs with the parameters of each expert as leaves of their own, as in modules of nn.Linear."""
+    *tokens, w1, b1, w2, b2 = arguments
+    return *tokens, *([t.detach().clone().requires_grad_() for t in p] for p in (w1, b1, w2, b2))
+
+
+def grouped_mm(x, ids, weights, w1, b1, w2, b2):
+    """Sort by expert, torch's grouped product twice, scatter back."""
+    order = ids.flatten().argsort(stable=True)
+    experts = ids.flatten()[order]
+    offsets = torch.histc(experts.float(), len(w1), 0, len(w1) - 1).cumsum(0).int()
+    token = order // ids.shape[1]
+    h = F.gelu(F.grouped_mm(x[token], w1.transpose(1, 2), offs=offsets) + b1[experts])
+    y = F.grouped_mm(h, w2.transpose(1, 2), offs=offsets) + b2[experts]
+    y = y * weights.flatten()[order, None].to(x.dtype)
+    return torch.zeros_like(x).index_add(0, token, y)
+
+
+class _TransformersExperts(torch.nn.Module):
+    """The attributes that transformers' experts backends read."""
+
+    has_gate, has_bias, is_transposed, has_post_expert_norm, _is_expert_parallel = False, True, False, False, False
+    act_fn = staticmethod(F.gelu)
+
+    def __init__(self, w1, b1, w2, b2):
+        super().__init__()
+        self.num_experts = len(w1)
+        self.__dict__.update(up_proj=w1, up_proj_bias=b1, down_proj=w2, down_proj_bias=b2)
+
+
+def transformers_backend(name, x, ids, weights, *params):
+    from transformers.integrations import moe
+
+    forward = getattr(moe, f"{name}_experts_forward")
+    return forward(_TransformersExperts(*params), x, ids, weights)
+
+
+RIVALS = {
+    "ours": gelu_ffn,
+    "ours, separate experts": gelu_ffn,
+    "loop over nn.Linear": loop,
+    "reference": gelu_ffn_reference,
+    "compiled reference": torch.compile(gelu_ffn_reference),
+    "torch grouped_mm": grouped_mm,
+    "transformers grouped_mm": partial(transformers_backend, "grouped_mm"),
+    "transformers batched_mm": partial(transformers_backend, "batched_mm"),
+}
+
+
+def forward(run, *arguments):
+    with torch.no_grad():
+        out = run(*arguments)
+    synchronize()
+    return out
+
+
+def forward_backward(run, *arguments):
+    for argument in arguments:
+        for leaf in argument if isinstance(argument, list) else [argument]:
+            leaf.grad = None
+    run(*arguments).float().square().mean().backward()
+    synchronize()
+
+
+def synchronize():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(benchmark, function, *arguments):
+    benchmark.pedantic(function, args=arguments, rounds=ROUNDS, warmup_rounds=2)
+
+
+def arguments_of(name: str, tokens: int, dtype: torch.dtype) -> tuple:
+    arguments = inputs(tokens, dtype)
+    return separate(arguments) if name in ("loop over nn.Linear", "ours, separate experts") else arguments
+
+
+def rival_or_skip(name: str, tokens: int, dtype: torch.dtype) -> tuple:
+    """A rival and its arguments, after a look at its result."""
+    if name == "transformers batched_mm" and tokens > 64:
+        pytest.skip("copies the weights once per pair of token and expert: does not fit in memory")
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers", minversion="5.0", reason="experts backends came with transformers 5")
+    arguments = arguments_of(name, tokens, dtype)
+    try:
+        out = RIVALS[name](*arguments)
+    except (RuntimeError, AttributeError) as error:
+        pytest.skip(f"does not run here: {str(error).splitlines()[0]}")
+    x, ids, weights, *params = inputs(tokens, dtype)
+    expected = gelu_ffn_reference(x.float(), ids, weights, *(p.float() for p in params))
+    assert (out.float() - expected).norm() < 2e-2 * expected.norm()
+    return RIVALS[name], *arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [64, 4096])
+@pytest.mark.parametrize("rival", RIVALS)
+def test_forward(benchmark, rival, tokens, dtype):
+    benchmark.group = f"gelu_ffn forward, T={tokens} E={EXPERTS} K={PER_TOKEN} D={HIDDEN} F={WIDTH}, {dtype}, {DEVICE}"
+    measure(benchmark, forward, *rival_or_skip(rival, tokens, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [64, 4096])
+@pytest.mark.parametrize("rival", RIVALS)
+def test_forward_backward(benchmark, rival, tokens, dtype):
+    benchmark.group = (
+        f"gelu_ffn forward + backward, T={tokens} E={EXPERTS} K={PER_TOKEN} D={HIDDEN} F={WIDTH}, {dtype}, {DEVICE}"
+    )
+    measure(benchmark, forward_backward, *rival_or_skip(rival, tokens, dtype))
+
+
+def post_route(x_GQD, gate_D, w1, b1, w2, b2):
+    """Logits from the first product; the second for the best two experts of each group alone."""
+    logits, hidden = post_route_logits(x_GQD, gate_D, w1, b1, w2, b2)
+    p, experts = logits.softmax(-1).topk(2)
+    groups = torch.arange(len(x_GQD), device=x_GQD.device).repeat_interleave(2)
+    return post_route_outputs(hidden, groups, experts.flatten(), p.flatten(), w2, b2)
+
+
+def all_second_products(x_GQD, gate_D, w1, b1, w2, b2):
+    """Every expert to its end, then the choice."""
+    y = torch.stack([F.linear(F.gelu(F.linear(x_GQD, *e[:2])), *e[2:]) for e in zip(w1, b1, w2, b2, strict=True)], 1)
+    p, experts = (y.mean(2) @ gate_D).softmax(-1).topk(2)
+    chosen = y.take_along_dim(experts[:, :, None, None], 1) * p[:, :, None, None]
+    return chosen.flatten(0, 1)
+
+
+@pytest.mark.parametrize("rival", [post_route, all_second_products], ids=["ours", "all second products"])
+@pytest.mark.parametrize("mode", ["forward", "forward + backward"])
+def test_post_route(benchmark, rival, mode):
+    groups, rows = 16, 32
+    benchmark.group = f"post-route {mode}, {groups} groups of {rows} rows, E={EXPERTS}, best 2, fp32, {DEVICE}"
+    _, _, _, *params = inputs(1, torch.float32)
+    x = torch.randn(groups, rows, HIDDEN, device=DEVICE, requires_grad=True)
+    gate = torch.randn(HIDDEN, device=DEVICE, requires_grad=True)
+    arguments = (x, gate, *params)
+    expected = all_second_products(*arguments)
+    assert (rival(*arguments) - expected).norm() < 1e-4 * expected.norm()
+    if mode == "forward":
+        measure(benchmark, forward, rival, *arguments)
+    else:
+        measure(benchmark, forward_backward, rival, *arguments)
+
+
+PEAK = """
+import resource, sys, torch
+sys.path.insert(0, {folder!r})
+from test_gelu_ffn import RIVALS, arguments_of, forward_backward
+arguments = arguments_of({rival!r}, 4096, torch.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+forward_backward(RIVALS[{rival!r}], *arguments)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="measures the memory of a CPU process")
+def test_memory(benchmark, capsys):
+    """Growth of the process's peak over one training step at T=4096, ours against the loop, each in a fresh process."""
+
+    def peak(rival):
+        code = PEAK.format(folder=str(Path(__file__).parent), rival=rival)
+        return (
+            int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) / 1024
+        )
+
+    ours, rival = benchmark.pedantic(lambda: (peak("ours, separate experts"), peak("loop over nn.Linear")), rounds=1)
+    benchmark.extra_info.update(ours_mib=ours, loop_mib=rival)
+    with capsys.disabled():
+        print(f"\npeak of forward + backward at T=4096: ours {ours:.0f} MiB, loop {rival:.0f} MiB")
+    assert ours < rival
