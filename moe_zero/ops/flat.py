@@ -380,8 +380,8 @@ _bump_version("sum_rows_", lambda out, *args: _present(out, *args[-2:]))
 
 
 def _backend(flat: Tensor) -> ModuleType | None:
-    """The compiled operators for this tensor, or None: then the reference does the work. So it does for fake tensors, which
-    no operator takes together with the plan's table, a real tensor."""
+    """The compiled operators for this tensor, or None: then the reference does the work. So it does for fake tensors,
+    which no operator takes together with the plan's table, a real tensor."""
     if isinstance(flat, FakeTensor):
         return None
     if flat.device.type == "cpu":
