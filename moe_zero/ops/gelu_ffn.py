@@ -192,17 +192,17 @@ def _gelu_ffn(
     y_ND = x_TD.new_empty(N, D)
     # One buffer for all experts: fresh memory costs a page fault every 4 KiB, which is more than GELU itself.
     act_buffer = x_TD.new_empty(longest, F)
-    weights_N = None if weights_TK is None else weights_TK.reshape(-1)
+    weights_N1 = groups.sorted_weights(weights_TK)
     for e, places in groups:
         x_nD = groups.tokens(x_TD, places)
-        act_nF = act_buffer[: len(x_nD)]
+        act_nF = act_buffer[: places.stop - places.start]
         pre_nF = pre_NF[places] if save else act_nF
         affine(x_nD, expert(w1, e), expert(b1, e), out=pre_nF)
         torch.ops.aten.gelu.out(pre_nF, approximate=approximation(tanh), out=act_nF)
         y_nD = y_ND[places]
         affine(act_nF, expert(w2, e), expert(b2, e), out=y_nD)
-        if weights_N is not None:
-            y_nD *= weights_N[order_N[places]].unsqueeze(1)
+        if weights_N1 is not None:
+            y_nD *= weights_N1[places]
     return groups.sum_over_experts(y_ND), pre_NF, order_N, offsets_E
 
 
@@ -249,16 +249,17 @@ class _Groups:
     """Which places of the sorted order belong to which expert, on the CPU."""
 
     order_N: Tensor | None
+    token_N: Tensor | None
     offsets: list[int]
     experts_per_token: int
 
     @classmethod
     def dense(cls, T: int, E: int) -> _Groups:
-        return cls(None, [T * e for e in range(E + 1)], E)
+        return cls(None, None, [T * e for e in range(E + 1)], E)
 
     @classmethod
     def sparse(cls, order_N: Tensor, offsets_E: Tensor, K: int) -> _Groups:
-        return cls(order_N, offsets_E.tolist(), K)
+        return cls(order_N, order_N if K == 1 else order_N // K, offsets_E.tolist(), K)
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """Experts that have rows, with their places."""
@@ -277,7 +278,11 @@ class _Groups:
         """The row of ``x`` for each place."""
         if self.order_N is None:
             return x_TD
-        return x_TD.index_select(0, self.order_N[places] // self.experts_per_token)
+        return x_TD.index_select(0, self.token_N[places])
+
+    def sorted_weights(self, weights_TK: Tensor | None) -> Tensor | None:
+        """The token weight of each place [N, 1]."""
+        return None if weights_TK is None else weights_TK.reshape(-1, 1).index_select(0, self.order_N)
 
     def sum_over_experts(self, y_ND: Tensor) -> Tensor:
         """[N, D] to [T, D], summed over the K places of each token; to [E, T, D] in the dense form."""
@@ -338,12 +343,11 @@ def _gelu_ffn_backward(
     grad_weights_N = x_TD.new_empty(N if needs_weights else 0, dtype=accumulate_dtype(x_TD))
     grad_x_ND = x_TD.new_empty(N if needs_x else 0, D)
     act_buffer, grad_buffer, pre_buffer = (x_TD.new_empty(longest, F) for _ in range(3))
-    weights_N = None if weights_TK is None else weights_TK.reshape(-1)
+    weights_N1 = groups.sorted_weights(weights_TK)
     grad_y = grad_y.contiguous()
 
     for e, places in groups:
         n = places.stop - places.start
-        pairs_n = None if dense else order_N[places]
         x_nD = groups.tokens(x_TD, places)
         grad_y_nD = grad_y[e] if dense else groups.tokens(grad_y, places)
         act_nF, grad_nF = act_buffer[:n], grad_buffer[:n]
@@ -361,10 +365,10 @@ def _gelu_ffn_backward(
             grad_n = (grad_nF * act_nF).sum(1, dtype=grad_weights_N.dtype)
             if b2:
                 grad_n += grad_y_nD.to(grad_n.dtype) @ expert(b2, e).to(grad_n.dtype)
-            grad_weights_N[pairs_n] = grad_n
+            grad_weights_N[order_N[places]] = grad_n
         # From here on the token weight is a factor of every gradient. It goes into the D-wide operands, not the F-wide.
-        if weights_N is not None:
-            weights_n1 = weights_N[pairs_n].unsqueeze(1).to(x_TD.dtype)
+        if weights_N1 is not None:
+            weights_n1 = weights_N1[places].to(x_TD.dtype)
             grad_y_nD *= weights_n1
             x_nD *= weights_n1
         if needs_w2:
@@ -376,11 +380,11 @@ def _gelu_ffn_backward(
         if needs_w1:
             torch.mm(grad_nF.T, x_nD, out=grad_w1_EFD[e])
         if needs_b1:
-            grad_b1_EF[e] = grad_nF.sum(0) if weights_N is None else (weights_n1.T @ grad_nF).squeeze(0)
+            grad_b1_EF[e] = grad_nF.sum(0) if weights_N1 is None else (weights_n1.T @ grad_nF).squeeze(0)
         if needs_x:
             grad_x_nD = grad_x_ND[places]
             torch.mm(grad_nF, expert(w1, e), out=grad_x_nD)
-            if weights_N is not None:
+            if weights_N1 is not None:
                 grad_x_nD *= weights_n1
 
     grad_x_TD = grad_x_ND
