@@ -293,9 +293,8 @@ def _leaves(sharded: ShardedModule, optimizer: torch.optim.Optimizer) -> list[tu
                 continue
             if id(parameter) not in known:
                 raise ValueError(
-                    f"the optimizer's group {i} has a parameter of shape {tuple(parameter.shape)} that is no "
-                    f"trainable shard of "
-                    "the model; build the optimizer on param_groups(), get_trainable_chunk() or parameters()"
+                    f"the optimizer's group {i} has a parameter of shape {tuple(parameter.shape)} that is no trainable "
+                    "shard of the model; build the optimizer on param_groups(), get_trainable_chunk() or parameters()"
                 )
             leaves.append(known[id(parameter)])
     return leaves

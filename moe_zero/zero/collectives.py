@@ -75,7 +75,7 @@ class _ThreadLane:
         # The thread refers to the queue alone, so that the lane can be collected and end it.
         weakref.finalize(self, self._tasks.put, None)
 
-    def submit(self, collective: Callable[[], None]) -> Callable[[], None]:
+    def submit(self, collective: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
         future: Future = Future()
         self._tasks.put((future, collective))
         return future.result
@@ -90,12 +90,13 @@ def _run_tasks(tasks: queue.SimpleQueue) -> None:
             if failure is not None:
                 raise failure
             with torch.no_grad():
-                collective()
+                result = collective()
         except BaseException as error:
             failure = error
             future.set_exception(error)
         else:
-            future.set_result(None)
+            future.set_result(result)
+            del result
         del task, future, collective  # not until the next task: they hold buffers
 
 
@@ -107,35 +108,45 @@ class _StreamLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, collective: Callable[[], None]) -> Callable[[], None]:
+    def submit(self, collective: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
-            collective()
+            result = collective()
         done = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+        def wait() -> Tensor | None:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_event(done)
+            if result is not None:
+                result.record_stream(computing)
+            return result
+
+        return wait
 
 
 class Pending:
-    """A collective under way. ``wait()`` returns when its result may be read, and raises what went wrong."""
+    """A collective under way. ``wait()`` returns its result as soon as it may be read, and raises what went wrong."""
 
-    def __init__(self, wait: Callable[[], None], kind: str, layer: str, statistics: Statistics, rank: int, buffers):
+    def __init__(
+        self, wait: Callable[[], Tensor | None], kind: str, layer: str, statistics: Statistics, rank: int, buffers
+    ):
         self._wait, self._kind, self._layer, self._statistics, self._rank = wait, kind, layer, statistics, rank
         self._buffers = buffers  # kept until the computation waits, so that no other stream is given their memory
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor | None:
         start = time.perf_counter()
         try:
-            self._wait()
+            result = self._wait()
         except RanksDisagree:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._rank}: {self._kind} of layer {self._layer!r} failed; another rank ended, or did not "
-                f"reach "
-                f"this collective within the time-out. From the backend: {error}"
+                f"rank {self._rank}: {self._kind} of layer {self._layer!r} failed; another rank ended, or did not reach "
+                f"it within the time-out. From the backend: {error}"
             ) from error
-        self._buffers = None
+        self._wait = self._buffers = None
         self._statistics.waited(self._kind, self._layer, time.perf_counter() - start)
+        return result
 
 
 class RanksDisagree(RuntimeError):
@@ -268,31 +279,37 @@ class Communicator:
 
         return Pending(lane.submit(collective), "all_gather", name, self.statistics, self.rank, (rows, row))
 
-    def reduce(self, out: Tensor, rows: Tensor, layer: int) -> Pending:
-        """Writes to ``out`` [n] the sum over ranks of their ``rows`` [world_size * n], part ``rank`` of it, and
-        averages it over replicas. ``rows`` is of the dtype that travels; ``out`` of the dtype of the result."""
+    def reduce(self, rows: Tensor, dtype: torch.dtype, layer: int) -> Pending:
+        """The sum over ranks of their ``rows`` [world_size * n], part ``rank`` of it, averaged over replicas: the
+        result, [n] of ``dtype``. ``rows`` travels in its own dtype; its memory is given back as soon as it was sent."""
         lane, group, check = self._lane("reduce_scatter")
         name = self._layers[layer]
         self.statistics.count("reduce_scatter", name, rows.nbytes)
 
-        def collective() -> None:
+        def collective() -> Tensor:
             self._check(check, "reduce_scatter", layer)
-            if self.world_size == 1:
-                out.copy_(rows)
-            elif self._sum_locally:
-                received = torch.empty_like(rows)
-                dist.all_to_all_single(received, rows, group=group)
-                sum_rows(received.view(self.world_size, -1), out=out)
+            if self.world_size > 1 and self._sum_locally:
+                parts = torch.empty_like(rows)
+                dist.all_to_all_single(parts, rows, group=group)
+            elif self.world_size > 1:
+                parts = rows.new_empty(rows.numel() // self.world_size)
+                _reduce_scatter(parts, rows, group=group)
             else:
-                part = out if out.dtype == rows.dtype else torch.empty_like(out, dtype=rows.dtype)
-                _reduce_scatter(part, rows, group=group)
-                if part is not out:
-                    out.copy_(part)
+                parts = rows
+            if parts is not rows and not self._on_streams:
+                rows.untyped_storage().resize_(0)
+            parts = parts.view(-1, rows.numel() // self.world_size)
+            if parts.shape[0] == 1 and parts.dtype == dtype:
+                out = parts[0]
+            else:
+                out = torch.empty(parts.shape[1], dtype=dtype, device=self.device)
+                sum_rows(parts, out)
             if self.replicas > 1:
                 out.div_(self.replicas)
                 dist.all_reduce(out, group=self._lanes["replicate"][1])
+            return out
 
-        return Pending(lane.submit(collective), "reduce_scatter", name, self.statistics, self.rank, (out, rows))
+        return Pending(lane.submit(collective), "reduce_scatter", name, self.statistics, self.rank, (rows,))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of ``tensor`` over the ranks of the sharding group, in place."""

@@ -89,9 +89,7 @@ class FlatLayer:
             if parameter.layout != torch.strided or parameter.dtype not in _DTYPES:
                 raise ValueError(
                     f"layer {name!r}: parameter {slot.name!r} is {parameter.dtype}, {parameter.layout}; only dense "
-                    f"parameters "
-                    f"of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)} can be sharded; register others "
-                    f"as buffers"
+                    "parameters of float32, float64, bfloat16 or float16 can be sharded; register others as buffers"
                 )
         self.name = name
         self.comm = comm
@@ -388,9 +386,8 @@ class FlatLayer:
                 frozen = [slot.name for slot in members if not slot.placeholder.requires_grad]
                 raise RuntimeError(
                     f"layer {self.name!r}: {frozen} are frozen, but lie in one shard with parameters that are not, "
-                    f"and the "
-                    "optimizer knows only the shard; give them a tag of their own with group_fn, or freeze them "
-                    "before sharding"
+                    "and the optimizer knows only the shard; give them a tag of their own with group_fn, or freeze "
+                    "them before sharding"
                 )
         for slot in changed:
             slot.parameter.requires_grad_(slot.placeholder.requires_grad)
@@ -426,9 +423,10 @@ class FlatLayer:
             slot.parameter.grad = None
 
     @torch.no_grad()
-    def start_reduction(self) -> tuple[Tensor, Pending | None]:
-        """Starts the reduce-scatter of the full gradients and frees them. Returns the tensor that will hold this rank's
-        part of their mean; parameters without a gradient contribute zeros."""
+    def start_reduction(self) -> Pending | Tensor:
+        """Starts the reduce-scatter of the full gradients, which are given up. Its result, or the tensor returned if
+        there is nobody to communicate with, is this rank's part of their mean over ranks; parameters without a gradient
+        contribute zeros."""
         gradients = [slot.parameter.grad for slot in self._trainable]
         gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
         rows = torch.empty(
@@ -438,10 +436,7 @@ class FlatLayer:
         )
         pack(gradients, self.gradient_plan, rows, scale=1.0 / self.comm.world_size)
         self.discard_gradients()
-        if self.comm.alone:
-            return rows, None
-        out = torch.empty(self.chunk[TRAINING_PARAMS_IDX].numel(), dtype=self.dtype, device=self.comm.device)
-        return out, self.comm.reduce(out, rows, self._index)
+        return rows if self.comm.alone else self.comm.reduce(rows, self.dtype, self._index)
 
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor | None) -> None:

@@ -50,10 +50,9 @@ class ShardedParameter(nn.Parameter):
             function = function.__self__  # the property, which has the telling name
         raise RuntimeError(
             f"{getattr(function, '__name__', function)} on parameter {(names or ['?'])[0]!r}, which is sharded over "
-            f"ranks: its "
-            "values exist only while its layer runs. Give the optimizer `param_groups()` or `get_trainable_chunk()`, "
-            "read all "
-            "values with `state_dict_full()`, write them with `load_state_dict_full()`, and run the layer by calling it"
+            "ranks: its values exist only while its layer runs. Give the optimizer `param_groups()` or "
+            "`get_trainable_chunk()`, read all values with `state_dict_full()`, write them with "
+            "`load_state_dict_full()`, and run the layer by calling it"
         )
 
     def __repr__(self) -> str:  # plain repr would read values

@@ -31,8 +31,8 @@ from moe_zero.zero.flat_layer import FlatLayer
 MAX_LIVE_USES = 4096
 """Uses that are remembered when forward runs on and on without backward; older ones lose prefetching, nothing else."""
 
-MAX_REDUCTIONS_UNDER_WAY = 2
-"""Each holds a layer's full gradients in buffers, so memory bounds them."""
+MAX_REDUCTIONS_UNDER_WAY = 1
+"""Besides the one that is being prepared. Each holds a layer's full gradients, so memory bounds them."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class _Backward:
         earliest = dict.fromkeys(use.layer for use in sorted(live, key=lambda use: use.start) if use.layer.trains)
         self.turn = [*reversed(earliest), *(layer for layer in also_reduce if layer not in earliest)]
         self.complete: set[FlatLayer] = set()  # asked for membership only: iteration would not be the same on all ranks
-        self.reductions: list[tuple[FlatLayer, Tensor, Pending | None]] = []
+        self.reductions: list[tuple[FlatLayer, Pending | Tensor]] = []
         self.unrecorded: FlatLayer | None = None  # the last layer that backward reached outside the recorded uses
 
 
@@ -223,8 +223,7 @@ class Schedule:
             if value._version != kind:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(value.shape)}, saved for backward while layer {layer.name!r} ran, has "
-                    f"been "
-                    f"modified by an inplace operation: it is at version {value._version}; expected version {kind}"
+                    f"been modified by an inplace operation: it is at version {value._version}, not {kind}"
                 )
             return value
 
@@ -361,15 +360,13 @@ class Schedule:
         while backward.turn and backward.turn[0] in backward.complete:
             layer = backward.turn.pop(0)
             backward.complete.discard(layer)
-            backward.reductions.append((layer, *layer.start_reduction()))
-            if len(backward.reductions) > MAX_REDUCTIONS_UNDER_WAY:
+            while len(backward.reductions) > MAX_REDUCTIONS_UNDER_WAY:
                 self._finish_reduction(backward)
+            backward.reductions.append((layer, layer.start_reduction()))
 
     def _finish_reduction(self, backward: _Backward) -> None:
-        layer, gradient, pending = backward.reductions.pop(0)
-        if pending is not None:
-            pending.wait()
-        layer.add_gradient(gradient)
+        layer, gradient = backward.reductions.pop(0)
+        layer.add_gradient(gradient.wait() if isinstance(gradient, Pending) else gradient)
 
     def _end_backward(self) -> None:
         backward, self._backward = self._backward, None
@@ -397,8 +394,8 @@ class Schedule:
         for layer in self.layers:
             layer.discard_gradients()
             self._free(layer)
-        for _, _, pending in backward.reductions:
-            if pending is not None:
+        for _, pending in backward.reductions:
+            if isinstance(pending, Pending):
                 with suppress(RuntimeError):  # the next collective raises it again
                     pending.wait()
 

@@ -99,7 +99,9 @@ def test_what_differs_between_ranks_is_refused_on_all(on_ranks):
 
 def skip_a_layer(steps):
     sharded = shard(Net(), Block)
-    with pytest.raises(RanksDisagree, match=r"rank 0 layer 'blocks.1', rank 1 layer 'blocks.2'. Every rank must run"):
+    with pytest.raises(
+        RanksDisagree, match=r"rank 0 layer 'blocks.1', rank 1 layer 'blocks.[02]'. Every rank must run"
+    ):
         for step in range(steps):
             skip = 1 if rank() == 1 and step == steps - 1 else None
             sharded(torch.ones(2, 6), skip=skip).sum().backward()
