@@ -96,7 +96,7 @@ class TrainConfig:
         OBJECTIVES, "What to train: itc (contrastive), itm (matching).", panel="Training"
     )
     gate_weight: float = option(0.01, "Weight of the gate loss, which keeps the experts evenly used.", panel="Training")
-    steps: int = option(60, "Optimizer steps.", panel="Training")
+    steps: int = option(50, "Optimizer steps.", panel="Training")
     batch_size: int = option(16, "Pairs in a step, over all processes together.", panel="Training")
     lr: float = option(3e-4, "Highest learning rate.", panel="Training")
     min_lr: float = option(1e-6, "Learning rate at the end of the cosine.", panel="Training")

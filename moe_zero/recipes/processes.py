@@ -186,7 +186,7 @@ def return_freed_memory(device: torch.device) -> None:
     """Give memory that nothing uses any more back to the operating system.
 
     glibc keeps it, scattered over the threads that freed it (autograd's, the collectives'): a run of two processes grew
-    by 50 MiB a step. Returning it after every step costs about 5 % of the step's time.
+    by 50 MiB a step. The next step has to ask for it again, about 5 % of its time, so not every step should do this.
     """
     if device.type == "cpu" and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library

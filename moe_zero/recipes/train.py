@@ -32,6 +32,7 @@ from moe_zero.zero import find_checkpoint, load_checkpoint, save_checkpoint, sha
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 MODEL, CHECKPOINTS = "model.safetensors", "checkpoints"
+STEPS_PER_TRIM = 5
 
 
 def train(config: TrainConfig) -> dict:
@@ -229,7 +230,8 @@ class Job:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return_freed_memory(processes.device)
+        if step % STEPS_PER_TRIM == 0:
+            return_freed_memory(processes.device)
         flag = losses.total.new_tensor(float(stop.received))
         *figures, stopping = processes.mean(torch.stack([losses.total.detach(), *losses[1:], flag])).tolist()
         seconds = time.perf_counter() - start
