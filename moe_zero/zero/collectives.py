@@ -141,7 +141,7 @@ class Pending:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._rank}: {self._kind} of layer {self._layer!r} failed; another rank ended, or did not reach "
+                f"rank {self._rank}: {self._kind} of layer {self._layer!r} failed; another rank ended or did not reach "
                 f"it within the time-out. From the backend: {error}"
             ) from error
         self._wait = self._buffers = None

@@ -2,6 +2,8 @@
 meshes, initialisation, traffic and memory."""
 
 import copy
+import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -539,3 +541,54 @@ def deep_copy_case():
 
 def test_a_sharded_model_is_not_copied_by_halves(on_ranks):
     on_ranks(2, deep_copy_case)
+
+
+def random_case(steps):
+    """Batches of any size, several forwards, frozen blocks, evaluations, exceptions, accumulation, in any order."""
+    sharded, reference = pair(group_fn=no_decay)
+    optimizers = [
+        torch.optim.SGD(sharded.parameters(), lr=0.02, momentum=0.9),
+        torch.optim.SGD(reference.parameters(), lr=0.02, momentum=0.9),
+    ]
+    choose = random.Random(0)  # the same on all ranks
+    for step in range(steps):
+        for block in range(4):
+            frozen = choose.random() < 0.2
+            for model in (sharded.module, reference):
+                model.blocks[block].requires_grad_(not frozen)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if choose.random() < 0.2:
+            with torch.no_grad():
+                sharded(share(step))
+        if choose.random() < 0.2:
+            where = choose.choice(["forward", "backward"])
+            hook = sharded.module.blocks[choose.randrange(4)].register_forward_hook(failing(where))
+            with pytest.raises(ArithmeticError):
+                sharded(share(step)).sum().backward()
+            hook.remove()
+            sharded.zero_grad()
+        sizes = [choose.randrange(1, 5) * 6 for _ in range(choose.randrange(1, 4))]
+        for i, size in enumerate(sizes):
+            forwards = choose.randrange(1, 3)
+            with sharded.no_sync() if i + 1 < len(sizes) and choose.random() < 0.5 else nullcontext():
+                sum(sharded(share(7 * step + n, size)).square().mean() for n in range(forwards)).backward()
+            sum(reference(whole_batch(7 * step + n, size)).square().mean() for n in range(forwards)).backward()
+        norm = sharded.clip_grad_norm_(0.5)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(layer._storage.size() == 0 for layer in sharded.flat_layers)
+        assert not sharded._schedule._live and not sharded._schedule._kept
+    assert_equal_models(sharded, reference, 1e-4)
+
+
+def failing(where):
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    return fail if where == "forward" else lambda module, args, output: output.register_hook(fail) and None
+
+
+def test_random_steps_with_exceptions_and_evaluations_equal_the_reference(on_ranks):
+    on_ranks(2, random_case, 100)
