@@ -342,7 +342,7 @@ def _gelu_ffn_backward(
                 grad[e].zero_()
     grad_weights_N = x_TD.new_empty(N if needs_weights else 0, dtype=accumulate_dtype(x_TD))
     grad_x_ND = x_TD.new_empty(N if needs_x else 0, D)
-    act_buffer, grad_buffer, pre_buffer = (x_TD.new_empty(longest, F) for _ in range(3))
+    act_buffer, grad_buffer, pre_buffer, product_buffer = (x_TD.new_empty(longest, F) for _ in range(4))
     weights_N1 = groups.sorted_weights(weights_TK)
     grad_y = grad_y.contiguous()
 
@@ -362,7 +362,7 @@ def _gelu_ffn_backward(
             torch.ops.aten.gelu.out(pre_nF, approximate=approximation(tanh), out=act_nF)
         if needs_weights:
             # <grad_y, w2 act + b2> from what is at hand, without keeping or recomputing y.
-            grad_n = (grad_nF * act_nF).sum(1, dtype=grad_weights_N.dtype)
+            grad_n = torch.mul(grad_nF, act_nF, out=product_buffer[:n]).sum(1, dtype=grad_weights_N.dtype)
             if b2:
                 grad_n += grad_y_nD.to(grad_n.dtype) @ expert(b2, e).to(grad_n.dtype)
             grad_weights_N[order_N[places]] = grad_n
