@@ -1,6 +1,8 @@
 # Everything happens in .venv; a second call reuses what is there. PYTHON chooses the interpreter that makes it.
 PYTHON ?= python3
 BIN := .venv/bin
+# Compiling the CUDA extension takes minutes: here only where a GPU can run it (a plain `pip install` compiles it wherever it can).
+export MOE_ZERO_BUILD_CUDA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo auto || echo 0)
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
@@ -22,6 +24,9 @@ bench: .venv/.dev  ## Compare speeds (minutes; close other programs)
 lint: .venv/.dev  ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+sanitize: .venv/.dev  ## Run the flat-buffer tests under AddressSanitizer and UBSan
+	PYTHON=$(CURDIR)/$(BIN)/python bash tests/csrc/sanitize.sh
 
 clean:  ## Remove the virtual environment and everything built
 	rm -rf .venv build dist *.egg-info moe_zero/*.so moe_zero/_build_info.json
