@@ -7,6 +7,7 @@ other commands come from `moe_zero.recipes.commands`, which needs the extra ``tr
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -61,5 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return commands.main(arguments)
 
 
+def _main_of_a_rank() -> None:
+    """Entry of ``python -m moe_zero.cli``: what torchrun starts."""
+    code = main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # gloo's threads may still be busy while the interpreter winds down, which has aborted ranks that were done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _main_of_a_rank()

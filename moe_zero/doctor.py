@@ -226,9 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--golden", metavar="DIR", help="also run the model on the golden files (*.safetensors) of DIR")
-    parser.add_argument(
-        "--device", help="where --golden runs, such as cpu or cuda:0 (default: a GPU if there is one, else the CPU)"
-    )
+    parser.add_argument("--device", help="where --golden runs, such as cpu or cuda:0 (default: a GPU if there is one)")
     return parser
 
 

@@ -139,6 +139,10 @@ def patch_feed_forwards(
 
     Source: Hendrycks and Gimpel, arXiv 1606.08415 (GELU); Komatsuzaki et al., arXiv 2212.05055 (upcycling).
     """
+    classes = (classes,) if isinstance(classes, str | type) else classes
+    names = (names,) if isinstance(names, str) else names
+    if experts is not None and (isinstance(experts, bool) or not isinstance(experts, int) or experts < 1):
+        raise ValueError(f"experts is {experts!r}; it must be an integer of at least 1")
     if experts is None and top_k != 1:
         raise ValueError(f"top_k is {top_k}, but experts is not given; top_k says how many of them a token passes")
     if experts is not None and not 1 <= top_k <= experts:
@@ -148,7 +152,9 @@ def patch_feed_forwards(
     if not candidates and (classes or names):
         asked = f"classes {list(classes)}" if classes else f"names {list(names)}"
         known = ", ".join(c.name for c in _candidates(model)) or "none"
-        raise ValueError(f"{asked} match none of the model's feed-forwards; these are {known}")
+        ours = [name for name, m in model.named_modules() if isinstance(m, PatchedFeedForward | UpcycledFeedForward)]
+        patched = f"; patched already are {', '.join(ours)} (unpatch first)" if ours else ""
+        raise ValueError(f"{asked} match none of the model's feed-forwards; these are {known}{patched}")
     for candidate in candidates:
         approximate, reason = _examine(candidate)
         if reason:

@@ -64,8 +64,9 @@ def gelu_ffn(
     Source: Shazeer et al., arXiv 1701.06538, equation 1; Hendrycks and Gimpel, arXiv 1606.08415.
     """
     w1, b1, w2, b2 = _check(x_TD, w1_EFD, b1_EF, w2_EDF, b2_ED, approximate)
-    if ids_TK.dim() != 2 or ids_TK.shape[0] != x_TD.shape[0]:
-        raise ValueError(f"ids have shape {tuple(ids_TK.shape)}; for {x_TD.shape[0]} tokens they must be [T, K]")
+    if ids_TK.dim() != 2 or ids_TK.shape[0] != x_TD.shape[0] or ids_TK.shape[1] == 0:
+        shape, tokens = tuple(ids_TK.shape), x_TD.shape[0]
+        raise ValueError(f"ids have shape {shape}; for {tokens} tokens they must be [T, K] with K at least 1")
     if ids_TK.is_floating_point() or ids_TK.dtype == torch.bool:
         raise TypeError(f"ids have dtype {ids_TK.dtype}; they must be integers")
     check_float(weights=weights_TK)

@@ -75,7 +75,9 @@ def find_configuration(
         origins.pop(name, None)  # of no effect where the weights show the layers
     config = QFormerConfig(**values)
     if config.beam_layers and "num_beams" not in values:
-        raise ValueError(f"num_beams is not recorded in {opened.where}, and the weights don't show it; give num_beams")
+        raise ValueError(
+            f"num_beams is not recorded in {opened.where}, and the weights don't show it; give num_beams (--set num_beams=3)"
+        )
     return config, origins
 
 

@@ -198,8 +198,10 @@ class TrainConfig:
 
             try:
                 values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-            except yaml.YAMLError as error:
-                raise ValueError(f"{path} is no valid YAML: {error}") from error
+            except OSError as error:
+                raise FileNotFoundError(f"config is {str(path)!r}, which cannot be read: {error.strerror}") from error
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
             if not isinstance(values, dict):
                 raise ValueError(
                     f"{path} holds a {type(values).__name__}; it must be settings, one 'name: value' a line"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -220,11 +221,19 @@ def _picture(digest: str, entry: _Captions) -> Picture:
 
 def _rows(path: Path) -> Iterator[tuple[int, dict | str]]:
     """Line number and columns of each row, or a string that says why the row can't be read."""
-    if not path.is_file():
+    if path.is_dir():
+        raise DataError(f"data is the folder {str(path)!r}; it must be a .jsonl or .csv file, or 'photographs'")
+    if not path.exists():
         raise FileNotFoundError(f"data is {str(path)!r}, but there is no such file")
     if path.suffix not in (".jsonl", ".csv"):
         raise DataError(f"data is {str(path)!r}; it must be a .jsonl or .csv file, or 'photographs'")
-    with open(path, newline="", encoding="utf-8-sig") as lines:
+    raw = path.read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not UTF-8 text ({error.reason}); save the table as UTF-8") from None
+    with io.StringIO(text, newline="") as lines:
         if path.suffix == ".jsonl":
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -238,7 +247,11 @@ def _rows(path: Path) -> Iterator[tuple[int, dict | str]]:
                 f"the columns are {', '.join(reader.fieldnames or ())}"
             )
         for row in reader:
-            yield reader.line_num, row
+            surplus = row.pop(None, None)  # csv's place for fields beyond the columns
+            yield (
+                reader.line_num,
+                row if surplus is None else "more fields than columns (quote a caption that holds a comma)",
+            )
 
 
 def _json_row(line: str) -> dict | str:

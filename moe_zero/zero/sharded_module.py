@@ -44,12 +44,12 @@ class ShardedModule(nn.Module):
         """This rank's flat trainable shards, one per layer (one per layer and tag with ``group_fn``)."""
         return [leaf.parameter for layer in self.flat_layers for leaf in layer.leaves]
 
-    def param_groups(self, groups: Sequence[Mapping]) -> list[dict]:
+    def param_groups(self, groups: Sequence[Mapping] = ({},)) -> list[dict]:
         """Parameter groups for an optimizer.
 
         Args:
             groups: the options of each tag that ``group_fn`` gives, by position, for example
-                ``[{"weight_decay": 0.01}, {"weight_decay": 0.0}]``.
+                ``[{"weight_decay": 0.01}, {"weight_decay": 0.0}]``; by default one without options.
 
         Raises:
             ValueError: a parameter's tag has no entry in ``groups``.

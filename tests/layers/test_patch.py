@@ -263,3 +263,10 @@ def test_bad_numbers_of_experts_are_named():
         patch(model, experts=2, top_k=3)
     with pytest.raises(ValueError, match="top_k is 2, but experts is not given"):
         patch(model, top_k=2)
+
+
+def test_a_pattern_alone_is_one_pattern():
+    model, _ = bert()
+    assert patch(model, names="encoder.layer.1.*").replaced == ["encoder.layer.1.intermediate"]
+    with pytest.raises(ValueError, match=r"patched already are encoder\.layer\.1\.intermediate \(unpatch first\)"):
+        patch(model, names="encoder.layer.1.*", experts=2)

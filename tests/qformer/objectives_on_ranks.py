@@ -3,6 +3,7 @@
 Writes the means over ranks, which is what data parallelism makes of them, to the file named on the command line.
 """
 
+import os
 import sys
 
 import torch
@@ -60,9 +61,11 @@ def main(file: str) -> None:
         value /= world_size
     if rank == 0:
         torch.save(results, file)
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1])
+    os._exit(0)  # gloo's threads may still be busy while the interpreter winds down, which has aborted the process

@@ -119,3 +119,22 @@ def test_pictures_are_turned_upright(folder):
     exif[0x0112] = 6  # turned by a quarter
     image.save(folder / "turned.jpg", exif=exif)
     assert read_image(folder / "turned.jpg").size == (10, 30)
+
+
+def test_a_comma_in_an_unquoted_caption_is_an_error_that_names_the_line(tmp_path):
+    table = tmp_path / "captions.csv"
+    table.write_text("image,caption\na.png,a dog, on a beach\n")
+    with pytest.raises(DataError, match=r"captions\.csv:2: more fields than columns"):
+        load_data(str(table))
+
+
+def test_text_that_is_not_utf8_is_an_error_that_names_the_line(tmp_path):
+    table = tmp_path / "captions.csv"
+    table.write_bytes("image,caption\na.png,a café\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"captions\.csv:2: not UTF-8 text"):
+        load_data(str(table))
+
+
+def test_a_folder_is_not_a_table(tmp_path):
+    with pytest.raises(DataError, match="data is the folder"):
+        load_data(str(tmp_path))
