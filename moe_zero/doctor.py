@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moe-zero doctor",
         description="Say what moe-zero finds on this machine, and what each missing thing costs and how to mend it.",
-        epilog="With --golden the exit status is 1 if any file is outside the tolerance: run it to trust a new machine.",
+        epilog="With --golden the exit status is 1 if any file is outside the tolerance: to trust a new machine.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--golden", metavar="DIR", help="also run the model on the golden files (*.safetensors) of DIR")

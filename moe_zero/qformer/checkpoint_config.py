@@ -76,7 +76,8 @@ def find_configuration(
     config = QFormerConfig(**values)
     if config.beam_layers and "num_beams" not in values:
         raise ValueError(
-            f"num_beams is not recorded in {opened.where}, and the weights don't show it; give num_beams (--set num_beams=3)"
+            f"num_beams is not recorded in {opened.where}, and the weights don't show it; "
+            "give num_beams (--set num_beams=3)"
         )
     return config, origins
 
