@@ -1,9 +1,14 @@
 """What tests of several folders need."""
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes with them, which
+# the tests of interrupted training are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 
