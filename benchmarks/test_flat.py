@@ -2,8 +2,8 @@
 
     pytest benchmarks/test_flat.py --benchmark-group-by=group --benchmark-columns=min,median,rounds
 
-Each group is one case; "moe_zero" is ours, the other names are the rivals. The published recipe is what ZeRO-3
-implementations do around a list all-gather: concatenate, split, reshape, copy.
+Each group is one case. The published recipe is what ZeRO-3 implementations do around a list all-gather: concatenate,
+split, reshape, copy.
 """
 
 import pytest
@@ -56,8 +56,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("how", ["moe_zero", "cat", "foreach_copy", "copy_loop", "one_copy"])
-def test_pack(benchmark, case, how):
+@pytest.mark.parametrize("rival", ["ours", "cat", "foreach_copy", "copy_loop", "one_copy"])
+def test_pack(benchmark, case, rival):
     shapes, dtype, rounds = CASES[case]
     tensors, plan = tensors_of(shapes), plan_of(shapes, dtype, 1)
     flat = pack(tensors, plan)
@@ -66,34 +66,34 @@ def test_pack(benchmark, case, how):
     source = torch.randn(flat.numel())
     exact = flat[: sum(plan.sizes)]
     functions = {
-        "moe_zero": lambda: pack(tensors, plan, flat),
+        "ours": lambda: pack(tensors, plan, flat),
         "cat": lambda: torch.cat(flattened, out=exact) if dtype == torch.float32 else exact.copy_(torch.cat(flattened)),
         "foreach_copy": lambda: torch._foreach_copy_(views, tensors),
         "copy_loop": lambda: copy_loop(views, tensors),
         "one_copy": lambda: flat.copy_(source),
     }
-    measure(benchmark, functions[how], f"pack, {case}", rounds)
+    measure(benchmark, functions[rival], f"pack, {case}", rounds)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("how", ["moe_zero", "foreach_copy", "copy_loop", "one_copy"])
-def test_unpack(benchmark, case, how):
+@pytest.mark.parametrize("rival", ["ours", "foreach_copy", "copy_loop", "one_copy"])
+def test_unpack(benchmark, case, rival):
     shapes, dtype, rounds = CASES[case]
     tensors, plan = tensors_of(shapes), plan_of(shapes, dtype, 1)
     flat = pack(tensors, plan)
     views = views_of(flat, tensors)
     target = torch.randn(flat.numel())
     functions = {
-        "moe_zero": lambda: unpack(flat, plan, tensors),
+        "ours": lambda: unpack(flat, plan, tensors),
         "foreach_copy": lambda: torch._foreach_copy_(tensors, views),
         "copy_loop": lambda: copy_loop(tensors, views),
         "one_copy": lambda: target.copy_(flat),
     }
-    measure(benchmark, functions[how], f"unpack, {case}", rounds)
+    measure(benchmark, functions[rival], f"unpack, {case}", rounds)
 
 
-@pytest.mark.parametrize("how", ["moe_zero", "published_recipe"])
-def test_gather_side(benchmark, how):
+@pytest.mark.parametrize("rival", ["ours", "published_recipe"])
+def test_gather_side(benchmark, rival):
     """All that is copied on this rank when a layer is fetched at world size 4, apart from the collective itself."""
     shapes = layer_shapes()
     tensors, plan = tensors_of(shapes), plan_of(shapes, torch.float32, 4)
@@ -105,12 +105,12 @@ def test_gather_side(benchmark, how):
         for tensor, piece in zip(tensors, whole.split(list(plan.sizes)), strict=True):
             tensor.copy_(piece.reshape(tensor.shape))
 
-    functions = {"moe_zero": lambda: unpack(gathered, plan, tensors), "published_recipe": published_recipe}
-    measure(benchmark, functions[how], "gather side, world size 4", 30)
+    functions = {"ours": lambda: unpack(gathered, plan, tensors), "published_recipe": published_recipe}
+    measure(benchmark, functions[rival], "gather side, world size 4", 30)
 
 
-@pytest.mark.parametrize("how", ["moe_zero", "pack_then_norm_then_check"])
-def test_pack_with_sums(benchmark, how):
+@pytest.mark.parametrize("rival", ["ours", "pack_then_norm_then_check"])
+def test_pack_with_sums(benchmark, rival):
     shapes = layer_shapes()
     tensors, plan = tensors_of(shapes), plan_of(shapes, torch.float32, 1)
     flat, stats = pack(tensors, plan), torch.zeros(2)
@@ -119,5 +119,5 @@ def test_pack_with_sums(benchmark, how):
         pack(tensors, plan, flat)
         return torch._foreach_norm(tensors), torch.isfinite(flat).all()
 
-    functions = {"moe_zero": lambda: pack(tensors, plan, flat, stats=stats), "pack_then_norm_then_check": separate}
-    measure(benchmark, functions[how], "pack, sum of squares, finite check", 30)
+    functions = {"ours": lambda: pack(tensors, plan, flat, stats=stats), "pack_then_norm_then_check": separate}
+    measure(benchmark, functions[rival], "pack, sum of squares, finite check", 30)
