@@ -19,8 +19,8 @@ demo: .venv/.train  ## Train a Q-Former on photographs with 2 processes, draw th
 test: .venv/.dev  ## Run all tests
 	$(BIN)/python -m pytest
 
-bench: .venv/.dev  ## Compare speeds (minutes; close other programs)
-	$(BIN)/python -m pytest benchmarks --benchmark-columns=median,iqr,rounds --benchmark-sort=name
+bench: .venv/.dev  ## Compare speeds, write bench_report/report.md (half an hour; close other programs)
+	$(BIN)/moe-zero bench
 
 lint: .venv/.dev  ## Check style and format
 	$(BIN)/ruff check .

@@ -210,8 +210,9 @@ setup(
             if path.parent != ROOT / "moe_zero"
         ),
         "moe_zero.triton_kernels",
+        "moe_zero.benchmarks",
     ],
-    package_dir={"moe_zero.triton_kernels": "triton_kernels"},
+    package_dir={"moe_zero.triton_kernels": "triton_kernels", "moe_zero.benchmarks": "benchmarks"},
     include_package_data=False,
     package_data={"moe_zero": ["_build_info.json", "**/*.json", "**/*.yaml", "**/*.jsonl", "py.typed"]},
     ext_modules=[flat_plan_extension(), cpu_extension(), *([cuda_extension(CUDA_HOME)] if CUDA_HOME else [])],

@@ -1,7 +1,8 @@
 """The command ``moe-zero``.
 
-``doctor`` must work where nothing but torch is installed, so it is dispatched before anything else is imported. The
-other commands come from `moe_zero.recipes.commands`, which needs the extra ``train``.
+``doctor`` must work where nothing but torch is installed, and ``bench`` with the extra of that name, so they are
+dispatched before anything else is imported. The other commands come from `moe_zero.recipes.commands`, which needs the
+extra ``train``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ commands:
   eval     evaluate a finished run again, also on other data
   query    rank pictures for a sentence, or captions for a picture
   convert  turn a Q-Former checkpoint of transformers, LAVIS or BERT into ours, or ours into theirs
+  bench    measure every operator against its rivals on this machine, and write a report
   doctor   say what works on this machine, what is missing and what to do
 
 examples:
@@ -53,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from moe_zero import doctor
 
         return doctor.main(arguments[1:]) or 0
+    if arguments[0] == "bench":
+        from moe_zero.benchmarks import report
+
+        return report.main(arguments[1:])
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         print(f"moe-zero {arguments[0]} needs {', '.join(missing)}: pip install 'moe-zero[train]'", file=sys.stderr)
