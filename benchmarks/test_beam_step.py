@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from moe_zero.benchmarks.device import DEVICE, synchronize
 from moe_zero.ops.beam_step import BeamStep, beam_step, beam_step_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDS = 100 if DEVICE == "cuda" else 30
 
 
@@ -30,8 +30,7 @@ RIVALS = {
 
 def run_once(run, *arguments):
     out = run(*arguments)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     return out
 
 

@@ -3,17 +3,12 @@
 import pytest
 import torch
 
+from moe_zero.benchmarks.device import DEVICE, synchronize
 from moe_zero.ops.combine import combine, combine_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN = 768
 ROUNDS = 100 if DEVICE == "cuda" else 20
 RIVALS = {"ours": combine, "reference": combine_reference, "compiled reference": torch.compile(combine_reference)}
-
-
-def synchronize():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def forward(run, tensors):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from moe_zero.benchmarks.device import DEVICE, synchronize
 from moe_zero.ops.gate import gate, gate_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN = 768
 ROUNDS = 100 if DEVICE == "cuda" else 20
 
@@ -26,11 +26,6 @@ RIVALS = {
     "topk": topk,
     "compiled topk": torch.compile(topk),
 }
-
-
-def synchronize():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def forward(run, x, router, k):

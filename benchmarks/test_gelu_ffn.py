@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_zero.benchmarks.device import DEVICE, synchronize
 from moe_zero.ops.gelu_ffn import gelu_ffn, gelu_ffn_reference
 from moe_zero.ops.post_route import post_route_logits, post_route_outputs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, WIDTH = (768, 3072) if DEVICE == "cuda" else (384, 1536)
 EXPERTS, PER_TOKEN = 8, 2
 ROUNDS = 50 if DEVICE == "cuda" else 15
@@ -104,11 +104,6 @@ def forward_backward(run, *arguments):
             leaf.grad = None
     run(*arguments).float().square().mean().backward()
     synchronize()
-
-
-def synchronize():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure(benchmark, function, *arguments):

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_zero.benchmarks.device import DEVICE, synchronize
 from moe_zero.qformer import QFormerConfig, QFormerModel
 from moe_zero.qformer.reference import qformer_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, TEXT, IMAGE = 4, 13, 257
 
 
@@ -37,8 +37,7 @@ def batch(model: QFormerModel, size: int = BATCH) -> dict[str, torch.Tensor]:
 def forward(run, inputs) -> torch.Tensor:
     with torch.no_grad():
         output = run(**inputs)[0]
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     return output
 
 
@@ -46,8 +45,7 @@ def step(run, inputs, optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     run(**inputs)[0].float().square().mean().backward()
     optimizer.step()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
 
 
 def measure(benchmark, function, *arguments, rounds: int = 7) -> None:

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from moe_zero.triton_kernels.beam import beam_step
 
 from moe_zero.ops.beam_step import beam_step_reference
+from moe_zero.triton_kernels.beam import beam_step
 
 
 def inputs(B, J, R, L):

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from moe_zero.triton_kernels.combine import combine_backward, combine_forward
 
 from moe_zero.ops.combine import combine_reference
+from moe_zero.triton_kernels.combine import combine_backward, combine_forward
 
 # The interpreter truncates when it stores bf16, which doubles the rounding error that a GPU makes.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from moe_zero.triton_kernels.gate import gate_backward, gate_forward
-from moe_zero.triton_kernels.tuning import GateConfig
 
 from moe_zero.ops.gate import gate_reference
+from moe_zero.triton_kernels.gate import gate_backward, gate_forward
+from moe_zero.triton_kernels.tuning import GateConfig
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

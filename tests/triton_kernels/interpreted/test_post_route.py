@@ -1,9 +1,9 @@
 import pytest
 import torch
-from moe_zero.triton_kernels import ffn
-from moe_zero.triton_kernels.tuning import ProductConfig
 
 from moe_zero.ops.post_route import post_route_reference
+from moe_zero.triton_kernels import ffn
+from moe_zero.triton_kernels.tuning import ProductConfig
 
 # The interpreter truncates when it stores bf16, which doubles the rounding error that a GPU makes.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
