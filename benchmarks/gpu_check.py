@@ -11,14 +11,19 @@ and as a replayed CUDA graph. Stages that would pass the deadline are skipped an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import re
+import site
 import statistics
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +58,8 @@ class Check:
 def build_and_test(check: Check) -> None:
     commands = {
         "build": ["-m", "pip", "install", "-q", "-e", f"{ROOT}[dev,bench]"],
-        "gpu tests": ["-m", "pytest", "-q", "-x", "-m", "gpu", "tests/ops", "tests/csrc", "-p", "no:cacheprovider"],
+        "gpu tests": ["-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider"],
+        "golden files": ["-m", "moe_zero.cli", "doctor", "--golden", "tests/golden", "--device", "cuda"],
     }
     for name, command in commands.items():
         start = time.monotonic()
@@ -66,6 +72,7 @@ def build_and_test(check: Check) -> None:
         seconds = round(time.monotonic() - start, 1)
         check.results[name] = {"exit": code, "seconds": seconds, "tail": tail}
         print(f"{name}: exit {code} after {seconds} s\n{tail if code else tail.strip().splitlines()[-1:]}")
+    site.addsitedir(sysconfig.get_path("purelib"))  # what was just installed editable, seen from this process too
 
 
 class Timer:
@@ -158,11 +165,46 @@ def time_rivals(check: Check, timer: Timer, name: str, bytes_moved: float, opera
     check.results.setdefault("operators", {})[name] = {"floor_us": floor, "rivals": rows}
 
 
+def time_flat(check: Check, timer: Timer) -> None:
+    """The fraction of the floor is the share of the device-to-device copy rate."""
+    import torch
+
+    from moe_zero.benchmarks import test_flat as suite
+    from moe_zero.ops.flat import pack, unpack
+
+    shapes = suite.layer_shapes() if timer.cuda else [(768,)] * 3
+    cases = {"layer": shapes, "2000 tensors of 768": [(768,)] * 2000}
+    for (name, shapes), dtype in itertools.product(cases.items(), (torch.float32, torch.bfloat16)):
+        tensors = [t.to(timer.flush.device) for t in suite.tensors_of(shapes)]
+        plan = suite.plan_of(shapes, dtype, 4)
+        flat = pack(tensors, plan)
+        views = suite.views_of(flat, tensors)
+        moved = sum(plan.sizes) * (4 + dtype.itemsize)
+        copy = torch._foreach_copy_
+        packing = {"ours": partial(pack, tensors, plan, flat), "foreach_copy": partial(copy, views, tensors)}
+        opening = {"ours": partial(unpack, flat, plan, tensors), "foreach_copy": partial(copy, tensors, views)}
+        for what, rivals in {"pack": packing, "unpack": opening}.items():
+            label = f"{what}, {name}, fp32 and {str(dtype).removeprefix('torch.')}"
+            time_rivals(check, timer, label, moved, 0, rivals)
+            check.results["operators"][label]["launches"] = launches(rivals["ours"])
+
+
+def launches(function: Callable) -> int:
+    """Kernels that one call launches on a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum("kernel" in event.name for event in profile.events())
+
+
 def time_gelu_ffn(check: Check, timer: Timer) -> None:
     import torch
 
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import test_gelu_ffn as suite
+    from moe_zero.benchmarks import test_gelu_ffn as suite
 
     D, F = (768, 3072) if timer.cuda else (32, 64)
     suite.HIDDEN, suite.WIDTH = D, F
@@ -188,10 +230,9 @@ def time_gelu_ffn(check: Check, timer: Timer) -> None:
 
 
 def time_small_operators(check: Check, timer: Timer) -> None:
-    import test_beam_step
-    import test_combine
-    import test_gate
     import torch
+
+    from moe_zero.benchmarks import test_beam_step, test_combine, test_gate
 
     device = "cuda" if timer.cuda else "cpu"
     D = 768 if timer.cuda else 32
@@ -217,8 +258,9 @@ def time_small_operators(check: Check, timer: Timer) -> None:
 
 
 def time_post_route(check: Check, timer: Timer) -> None:
-    import test_gelu_ffn as suite
     import torch
+
+    from moe_zero.benchmarks import test_gelu_ffn as suite
 
     device, G, Q, E = ("cuda", 128, 32, 8) if timer.cuda else ("cpu", 2, 4, 8)
     D, F = suite.HIDDEN, suite.WIDTH
@@ -233,6 +275,79 @@ def time_post_route(check: Check, timer: Timer) -> None:
         }
         label = f"post-route {mode.__name__}, {G} groups of {Q}, E={E}, best 2"
         time_rivals(check, timer, label, scale * E * 2 * D * F * 2, scale * operations, rivals)
+
+
+def time_qformer(check: Check, timer: Timer) -> None:
+    """The whole model in bf16 at batch 4, forward and training step; the floor is that of its weights' bytes alone."""
+    import torch
+
+    from moe_zero.benchmarks import test_qformer as suite
+    from moe_zero.qformer import QFormerConfig, QFormerModel
+    from moe_zero.qformer.reference import qformer_reference
+
+    for experts in (3, 8) if timer.cuda else (2,):
+        if timer.cuda:
+            model = suite.build(experts, torch.bfloat16)
+        else:
+            tiny = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+            model = QFormerModel(QFormerConfig(**tiny, moe_layers=(1,), num_experts=2, num_beams=2))
+        inputs = suite.batch(model)
+        runs = {
+            "ours": model,
+            "reference": partial(qformer_reference, model),
+            "compiled": torch.compile(model),
+            "compiled reference": torch.compile(partial(qformer_reference, model)),
+        }
+        # The optimizer keeps its step on the device, so that a step can be captured.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, capturable=timer.cuda)
+        weights = sum(p.numel() for p in model.parameters()) * model.query_tokens.element_size()
+        forward = {name: partial(suite.forward, run, inputs) for name, run in runs.items()}
+        step = {name: partial(suite.step, run, inputs, optimizer) for name, run in runs.items()}
+        # A step reads and writes weights, gradients and two moments, and reads the weights for forward and backward.
+        time_rivals(check, timer, f"Q-Former forward, E=N={experts}, batch 4", weights, 0, forward)
+        time_rivals(check, timer, f"Q-Former training step, E=N={experts}, batch 4", 10 * weights, 0, step)
+
+
+def time_zero3(check: Check, timer: Timer) -> None:
+    """One rank over NCCL: what sharding adds to an unsharded step."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_zero.benchmarks import test_qformer as suite
+    from moe_zero.qformer import QFormerConfig, QFormerLayer, QFormerModel
+    from moe_zero.zero import shard
+
+    tiny = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    config = QFormerConfig() if timer.cuda else QFormerConfig(**tiny, moe_layers=(1,))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    dist.init_process_group("nccl" if timer.cuda else "gloo", rank=0, world_size=1)
+    try:
+        model = QFormerModel(config).to(timer.flush.device)
+        inputs = suite.batch(model)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        rivals = {"unsharded": timer(partial(suite.step, model, inputs, plain))}
+        sharded = shard(model, QFormerLayer)
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-6)
+        inputs = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+        rivals["ours"] = timer(partial(suite.step, sharded, inputs, optimizer))
+    finally:
+        dist.destroy_process_group()
+    overhead = rivals["ours"] / rivals["unsharded"] - 1
+    check.results["zero3, one rank"] = {"step_us": rivals, "overhead": overhead}
+    print(f"ZeRO-3 with one rank: {overhead:+.1%} on a step of {rivals['unsharded']:.0f} us")
+
+
+STAGES = {
+    measure_ceilings: 0,
+    time_flat: 10,
+    time_gelu_ffn: 30,
+    time_qformer: 40,
+    time_zero3: 15,
+    time_small_operators: 20,
+    time_post_route: 10,
+}
+"""In the order in which one would rather have them, with the seconds that a stage needs at least."""
 
 
 def main() -> None:
@@ -257,14 +372,24 @@ def main() -> None:
     versions = {"torch": torch.__version__, "triton": triton.__version__, "moe_zero": moe_zero.__version__}
     check.results.update(device=name, versions=versions)
     timer = Timer(device)
-    for stage in (measure_ceilings, time_gelu_ffn, time_small_operators, time_post_route):
-        stage(check, timer)
+    from moe_zero.benchmarks import device as measured
+
+    measured.waits = False  # events time the work
+    for stage, seconds in STAGES.items():
+        if check.enough_time_for(stage.__name__, seconds):
+            try:
+                stage(check, timer)
+            except Exception as error:  # a fault in one must not cost the others
+                check.results.setdefault("failed", {})[stage.__name__] = f"{type(error).__name__}: {error}"
+                print(f"{stage.__name__} failed: {type(error).__name__}: {error}")
     if not options.dry_run:
         folder = ROOT / "benchmarks" / "results"
         folder.mkdir(exist_ok=True)
         path = folder / f"gpu_{re.sub(r'[^A-Za-z0-9]+', '_', name)}.json"
         path.write_text(json.dumps(check.results, indent=1) + "\n")
         print(f"wrote {path.relative_to(ROOT)}")
+    if check.results.get("failed"):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
