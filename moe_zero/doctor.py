@@ -240,11 +240,15 @@ def main(argv: list[str] | None = None) -> int:
     findings, reports = examine(), []
     if arguments.golden:
         try:
-            torch.empty(0, device=device)
+            torch.zeros(1, device=device).item()
+        except (RuntimeError, AssertionError) as error:  # AssertionError: CUDA asked of a torch without it
+            reason = str(error).splitlines()[0]
+            parser.error(f"--device {device} is not usable here, try cpu, cuda or cuda:0; torch says: {reason}")
+        try:
             reports = _run_golden(arguments.golden, device)
         except ImportError as error:
             parser.error(f"--golden needs safetensors ({error}): pip install safetensors")
-        except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             parser.error(f"--golden: {error}")
 
     if arguments.json:
