@@ -65,7 +65,8 @@ class Case:
 
     @property
     def ours(self) -> Row | None:
-        return next((row for row in self.rows if row.name == OURS), None)
+        """Of several variants the one that is named plainly, or else the first."""
+        return min((row for row in self.rows if row.is_ours), key=lambda row: row.name, default=None)
 
     def ratio(self, row: Row) -> float | None:
         """How many times the fastest rival's median is of `row`'s; None without a rival."""

@@ -103,24 +103,33 @@ def test_peak_memory_of_a_training_step(benchmark, experts, capsys):
     benchmark.pedantic(lambda: None)
 
 
+DENSE = [  # (rival, batch): compiling takes a minute for each size
+    *((rival, size) for size in (1, 4, 32) for rival in ("transformers", "ours")),
+    *((rival, BATCH) for rival in ("transformers, compiled", "ours, compiled")),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("size", [1, 4, 32])
 @pytest.mark.parametrize("mode", ["forward", "training step"])
-@pytest.mark.parametrize("rival", ["transformers", "ours"])
+@pytest.mark.parametrize(("rival", "size"), DENSE)
 def test_dense(benchmark, rival, mode, size, dtype):
     transformers = pytest.importorskip("transformers", reason="transformers (extra `hf`) is not installed")
-    benchmark.group = f"dense {mode}, batch {size}, {str(dtype).removeprefix('torch.')}, {DEVICE}"
+    compiled = rival.endswith("compiled")
+    label = f"dense {mode}, {'compiled, ' if compiled else ''}batch {size}"
+    benchmark.group = f"{label}, {str(dtype).removeprefix('torch.')}, {DEVICE}"
     ours = build(1, dtype)
-    inputs, run = batch(ours, size), ours
-    if rival == "transformers":
+    inputs, model = batch(ours, size), ours
+    if rival.startswith("transformers"):
         config = transformers.InstructBlipQFormerConfig(
             vocab_size=ours.config.vocab_size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
         )
-        run = transformers.InstructBlipQFormerModel(config).to(DEVICE, dtype)
+        model = transformers.InstructBlipQFormerModel(config).to(DEVICE, dtype)
         queries = torch.ones(size, ours.config.num_query_tokens, dtype=torch.int64, device=DEVICE)
         inputs["attention_mask"] = torch.cat([queries, inputs["attention_mask"]], dim=1)
+    model.train(mode != "forward")
+    run = torch.compile(model) if compiled else model
     rounds = 3 if size > BATCH else 7
     if mode == "forward":
-        measure(benchmark, forward, run.eval(), inputs, rounds=rounds)
+        measure(benchmark, forward, run, inputs, rounds=rounds)
     else:
-        measure(benchmark, step, run.train(), inputs, torch.optim.SGD(run.parameters(), lr=1e-6), rounds=rounds)
+        measure(benchmark, step, run, inputs, torch.optim.SGD(model.parameters(), lr=1e-6), rounds=rounds)
