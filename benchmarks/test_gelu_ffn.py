@@ -185,13 +185,14 @@ def test_post_route(benchmark, rival, mode):
 
 
 PEAK = """
-import resource, sys, torch
+import sys, torch
 sys.path.insert(0, {folder!r})
+from moe_zero.benchmarks.device import peak_mib
 from test_gelu_ffn import RIVALS, arguments_of, forward_backward
 arguments = arguments_of({rival!r}, 4096, torch.float32)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_mib()
 forward_backward(RIVALS[{rival!r}], *arguments)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak_mib() - before)
 """
 
 
@@ -201,9 +202,7 @@ def test_memory(benchmark, capsys):
 
     def peak(rival):
         code = PEAK.format(folder=str(Path(__file__).parent), rival=rival)
-        return (
-            int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) / 1024
-        )
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
     ours, rival = benchmark.pedantic(lambda: (peak("ours, separate experts"), peak("loop over nn.Linear")), rounds=1)
     benchmark.extra_info.update(ours_mib=ours, loop_mib=rival)

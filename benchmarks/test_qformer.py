@@ -72,9 +72,10 @@ def test_training_step(benchmark, rival, experts):
 
 
 MEMORY = """
-import resource, sys, torch
+import sys, torch
 sys.path.insert(0, {folder!r})
 from functools import partial
+from moe_zero.benchmarks.device import peak_mib
 from moe_zero.qformer.reference import qformer_reference
 import test_qformer as t
 model = t.build({experts})
@@ -82,7 +83,7 @@ run = partial(qformer_reference, model) if {reference} else model
 inputs, optimizer = t.batch(model), torch.optim.SGD(model.parameters(), lr=1e-6)
 t.step(run, inputs, optimizer)
 t.step(run, inputs, optimizer)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(peak_mib())
 """
 
 
