@@ -1,4 +1,5 @@
-"""The commands ``train``, ``eval``, ``query`` and ``convert``. Those of ``train`` are the fields of `TrainConfig`."""
+"""The commands ``train``, ``plan``, ``eval``, ``query`` and ``convert``. The options of ``train`` are the fields of
+`TrainConfig`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import typer
 
 from moe_zero.qformer.layouts import LAYOUT_NAMES
 from moe_zero.recipes.config import TrainConfig
+from moe_zero.recipes.plan_command import plan
 from moe_zero.recipes.processes import INTERRUPTED, WorkerError, joined
 from moe_zero.recipes.progress import Reporter
 
@@ -97,6 +99,7 @@ _train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 _train.__annotations__ = {name: item.annotation for name, item in _train.__signature__.parameters.items()}
 app.command("train")(_with_plain_errors(_train))
+app.command("plan")(_with_plain_errors(plan))
 
 RUN = Annotated[Path, typer.Option("--run", help="Folder of a finished run.")]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def build(
             compute_dtype = _floating_to(cast_inputs)
         if init_fn is None:
             _check_resettable(module)
-        for name, slots in _slots(module, modules, group_fn).items():
+        for name, slots in slots_of_layers(module, modules, group_fn).items():
             layers[name] = FlatLayer(
                 name or type(module).__name__,
                 slots,
@@ -127,8 +128,29 @@ def build(
                 sharded._buffer_names.append((name, owner, attribute))
 
 
-def _slots(
-    module: nn.Module, modules: dict[str, nn.Module], group_fn: Callable[[str, nn.Parameter], int] | None
+def layer_modules(
+    model: nn.Module, layers: type[nn.Module] | str | Sequence[type[nn.Module] | str]
+) -> dict[str, nn.Module]:
+    """The modules that classes and patterns of names choose, in the order of ``named_modules()``, by their names."""
+    wanted = [layers] if isinstance(layers, (type, str)) else list(layers)
+    found: dict[str, nn.Module] = {}
+    for criterion in wanted:
+        if isinstance(criterion, str):
+            matches = {name: m for name, m in model.named_modules() if name and fnmatchcase(name, criterion)}
+        elif isinstance(criterion, type) and issubclass(criterion, nn.Module):
+            matches = {name: m for name, m in model.named_modules() if name and isinstance(m, criterion)}
+        else:
+            raise TypeError(f"layers has {criterion!r}; use module classes and patterns of module names")
+        if not matches:
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"layers has {criterion!r}, which matches no module; the model has {', '.join(classes)}")
+        found.update(matches)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def slots_of_layers(
+    module: nn.Module, modules: dict[str, nn.Module], group_fn: Callable[[str, nn.Parameter], int] | None = None
 ) -> dict[str, list[Slot]]:
     """The parameters of each layer: those of its module that are in no layer inside it."""
     names: dict[int, list[str]] = {}

@@ -55,6 +55,56 @@ class Leaf:
     frozen: bool = False  # by its user, after sharding
 
 
+@dataclass
+class Layout:
+    """How a layer's parameters lie in flat buffers: ``parameters`` as they are gathered, ``masters`` as they are
+    sharded, ``gradients`` (of the trainable ones) as they are reduced."""
+
+    slots: list[Slot]
+    in_use: list[torch.dtype]  # of the full parameter of each slot
+    dtype: torch.dtype  # of the shards
+    parameters: FlatPlan
+    masters: FlatPlan
+    gradients: FlatPlan
+
+    @staticmethod
+    def of(
+        name: str,
+        slots: Sequence[Slot],
+        world_size: int,
+        dtype: torch.dtype | None,
+        compute_dtype: Callable[[str, nn.Parameter], torch.dtype | None] | None,
+        reduce_dtype: torch.dtype | None,
+        communicates: bool,
+    ) -> Layout:
+        """See :class:`FlatLayer` for the arguments. ``ValueError`` for parameters that cannot be sharded."""
+        for slot in slots:
+            parameter = slot.parameter
+            if parameter.layout != torch.strided or parameter.dtype not in _DTYPES:
+                raise ValueError(
+                    f"layer {name!r}: parameter {slot.name!r} is {parameter.dtype}, {parameter.layout}; only dense "
+                    "parameters of float32, float64, bfloat16 or float16 can be sharded; register others as buffers"
+                )
+        # Sorted by tag, equal hyperparameters lie side by side in a shard without groups of their own, whose parts
+        # would not be contiguous after an all-gather.
+        slots = sorted(slots, key=lambda slot: slot.tag)
+        parameters = [slot.parameter for slot in slots]
+        in_use = [
+            (compute_dtype and compute_dtype(slot.name, slot.parameter)) or slot.parameter.dtype for slot in slots
+        ]
+        if dtype is None:
+            dtype = parameters[0].dtype if parameters else torch.float32
+            for parameter in parameters:
+                dtype = torch.promote_types(dtype, parameter.dtype)
+        plan = FlatPlan([p.numel() for p in parameters], in_use, [p.requires_grad for p in parameters], world_size)
+        used_by_trainable = {d for d, p in zip(in_use, parameters, strict=True) if p.requires_grad}
+        if not communicates:
+            reduce_dtype = dtype
+        elif reduce_dtype is None:
+            reduce_dtype = used_by_trainable.pop() if len(used_by_trainable) == 1 else dtype
+        return Layout(slots, in_use, dtype, plan, plan.cast(dtype), plan.cast(reduce_dtype, trainable_only=True))
+
+
 class FlatLayer:
     """The parameters of one layer, sharded.
 
@@ -84,48 +134,27 @@ class FlatLayer:
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
     ):
-        for slot in slots:
-            parameter = slot.parameter
-            if parameter.layout != torch.strided or parameter.dtype not in _DTYPES:
-                raise ValueError(
-                    f"layer {name!r}: parameter {slot.name!r} is {parameter.dtype}, {parameter.layout}; only dense "
-                    "parameters of float32, float64, bfloat16 or float16 can be sharded; register others as buffers"
-                )
         self.name = name
         self.comm = comm
         self.reshard_after_forward = reshard_after_forward
-        # Sorted by tag, equal hyperparameters lie side by side in a shard without groups of their own, whose parts
-        # would not be contiguous after an all-gather.
-        self.slots = sorted(slots, key=lambda slot: slot.tag)
-        parameters = [slot.parameter for slot in self.slots]
-        in_use = [
-            (compute_dtype and compute_dtype(slot.name, slot.parameter)) or slot.parameter.dtype for slot in self.slots
-        ]
-        if dtype is None:
-            dtype = parameters[0].dtype if parameters else torch.float32
-            for parameter in parameters:
-                dtype = torch.promote_types(dtype, parameter.dtype)
-        self.dtype = dtype
-        self.plan = FlatPlan(
-            [p.numel() for p in parameters], in_use, [p.requires_grad for p in parameters], comm.world_size
+        layout = Layout.of(
+            name, slots, comm.world_size, dtype, compute_dtype, reduce_dtype, communicates=not comm.alone
         )
-        self.master_plan = self.plan.cast(dtype)
-        used_by_trainable = {d for d, p in zip(in_use, parameters, strict=True) if p.requires_grad}
-        if reduce_dtype is None:
-            reduce_dtype = used_by_trainable.pop() if len(used_by_trainable) == 1 and not comm.alone else dtype
+        self.slots, self.dtype = layout.slots, layout.dtype
+        self.plan, self.master_plan, self.gradient_plan = layout.parameters, layout.masters, layout.gradients
         self._trainable = [slot for slot in self.slots if slot.parameter.requires_grad]
-        self.gradient_plan = self.plan.cast(dtype if comm.alone else reduce_dtype, trainable_only=True)
 
-        device = comm.device
-        self.shard = torch.zeros(self.master_plan.shard_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self.shard = torch.zeros(
+            self.master_plan.shard_bytes // self.dtype.itemsize, dtype=self.dtype, device=comm.device
+        )
         num_trainable = self.plan.shard_numel(True)
         self.chunk = [
             nn.Parameter(self.shard[:num_trainable]),
             nn.Parameter(self.shard[num_trainable:], requires_grad=False),
         ]
         self.leaves = self._make_leaves()
-        self._row_is_shard = all(group.dtype == dtype for group in self.plan.groups)
-        self._lay_out(in_use)
+        self._row_is_shard = all(group.dtype == self.dtype for group in self.plan.groups)
+        self._lay_out(layout.in_use)
         self._index = -1
         self._state = "free"
         self._rows: Tensor | None = None

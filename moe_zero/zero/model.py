@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_zero.zero.building import ComputeDtype, build, communicator, device_of
+from moe_zero.zero.building import ComputeDtype, build, communicator, device_of, layer_modules
 from moe_zero.zero.sharded_module import ShardedModule
 
 
@@ -67,7 +66,7 @@ def shard(
     build(
         sharded,
         model,
-        lambda: _matching(model, layers),
+        lambda: layer_modules(model, layers),
         comm,
         prefetch=prefetch,
         dtype=dtype,
@@ -79,23 +78,3 @@ def shard(
     )
     sharded.module = model
     return sharded
-
-
-def _matching(
-    model: nn.Module, layers: type[nn.Module] | str | Sequence[type[nn.Module] | str]
-) -> dict[str, nn.Module]:
-    wanted = [layers] if isinstance(layers, (type, str)) else list(layers)
-    found: dict[str, nn.Module] = {}
-    for criterion in wanted:
-        if isinstance(criterion, str):
-            matches = {name: m for name, m in model.named_modules() if name and fnmatchcase(name, criterion)}
-        elif isinstance(criterion, type) and issubclass(criterion, nn.Module):
-            matches = {name: m for name, m in model.named_modules() if name and isinstance(m, criterion)}
-        else:
-            raise TypeError(f"layers has {criterion!r}; use module classes and patterns of module names")
-        if not matches:
-            classes = sorted({type(module).__name__ for module in model.modules()})
-            raise ValueError(f"layers has {criterion!r}, which matches no module; the model has {', '.join(classes)}")
-        found.update(matches)
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
