@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -30,6 +31,11 @@ def communicator(
     timeout: timedelta | None,
 ) -> Communicator:
     """Of a process group, or of a mesh: one dimension shards; of two, the first replicates and the second shards."""
+    accepted = process_group is None or isinstance(process_group, (dist.ProcessGroup, DeviceMesh))
+    if not accepted and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"process_group is {process_group!r}; it must be a ProcessGroup, a DeviceMesh or None for all ranks"
+        )
     replicate_group = None
     if isinstance(process_group, DeviceMesh):
         mesh = process_group
@@ -65,6 +71,7 @@ def build(
     reshard_after_forward: bool,
     group_fn: Callable[[str, nn.Parameter], int] | None,
     init_fn: Callable[[nn.Module], None] | None,
+    offload: bool,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Shards the parameters of ``module`` in place and equips ``sharded`` with a schedule. Collective.
@@ -79,6 +86,7 @@ def build(
         check()
         schedule = Schedule(comm, prefetch)
         modules = {**owners(), "": module}
+        offload = _offloads(offload, comm)
         cast_inputs = compute_dtype if isinstance(compute_dtype, torch.dtype) else None
         if cast_inputs is not None:
             compute_dtype = _floating_to(cast_inputs)
@@ -94,6 +102,7 @@ def build(
                 reduce_dtype=reduce_dtype,
                 # The rest of a model is at work before and after everything else: backward needs it first and last.
                 reshard_after_forward=reshard_after_forward and (name != "" or len(modules) == 1),
+                offload=offload,
             )
         fingerprint = {
             "torch version": torch.__version__,
@@ -128,11 +137,25 @@ def build(
                 sharded._buffer_names.append((name, owner, attribute))
 
 
+def _offloads(offload: bool, comm: Communicator) -> bool:
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload is {offload!r}; it must be True or False")
+    if offload and comm.device.type == "cpu":
+        if comm.rank == 0:
+            warnings.warn("offload=True changes nothing on a CPU: the shards are in host memory anyway", stacklevel=5)
+        return False
+    return offload
+
+
 def layer_modules(
     model: nn.Module, layers: type[nn.Module] | str | Sequence[type[nn.Module] | str]
 ) -> dict[str, nn.Module]:
     """The modules that classes and patterns of names choose, in the order of ``named_modules()``, by their names."""
+    if not isinstance(layers, (type, str, Sequence)):
+        raise TypeError(f"layers is {layers!r}; use a module class, a pattern of module names, or a list of them")
     wanted = [layers] if isinstance(layers, (type, str)) else list(layers)
+    if not wanted:
+        raise ValueError("layers is empty; name the classes or patterns of the modules that are to be gathered as one")
     found: dict[str, nn.Module] = {}
     for criterion in wanted:
         if isinstance(criterion, str):
@@ -141,6 +164,11 @@ def layer_modules(
             matches = {name: m for name, m in model.named_modules() if name and isinstance(m, criterion)}
         else:
             raise TypeError(f"layers has {criterion!r}; use module classes and patterns of module names")
+        if not matches and isinstance(criterion, type) and isinstance(model, criterion):
+            raise ValueError(
+                f"layers has {criterion!r}, which is the model itself and none of its modules; a module that is one "
+                "layer as a whole goes into Zero3Layer"
+            )
         if not matches:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise ValueError(f"layers has {criterion!r}, which matches no module; the model has {', '.join(classes)}")
@@ -153,6 +181,9 @@ def slots_of_layers(
     module: nn.Module, modules: dict[str, nn.Module], group_fn: Callable[[str, nn.Parameter], int] | None = None
 ) -> dict[str, list[Slot]]:
     """The parameters of each layer: those of its module that are in no layer inside it."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, ShardedModule):
+            raise ValueError(f"{f'module {name!r}' if name else 'the model'} is sharded already; shard a model once")
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if isinstance(parameter, ShardedParameter):

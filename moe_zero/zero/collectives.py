@@ -42,8 +42,8 @@ class Traffic:
 
 @dataclass
 class Statistics:
-    """Traffic by kind of collective (``all_gather``, ``reduce_scatter``), in total and per layer. ``reset()`` zeroes
-    it."""
+    """Traffic by kind of collective (``all_gather``, ``reduce_scatter``; with offload on one rank ``copy_to_device``,
+    ``copy_to_host``), in total and per layer. ``reset()`` zeroes it."""
 
     total: dict[str, Traffic] = field(default_factory=dict)
     layers: dict[str, dict[str, Traffic]] = field(default_factory=dict)
@@ -117,11 +117,14 @@ class _StreamLane:
         def wait() -> Tensor | None:
             computing = torch.cuda.current_stream(self._device)
             computing.wait_event(done)
-            if result is not None:
+            if result is not None and result.is_cuda:
                 result.record_stream(computing)
             return result
 
         return wait
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
 
 class Pending:
@@ -268,23 +271,47 @@ class Communicator:
     # -- in training -------------------------------------------------------------------------------------------------
 
     def gather(self, rows: Tensor, row: Tensor, layer: int) -> Pending:
-        """Fills ``rows`` [world_size * n] with the ``row`` [n] of every rank."""
+        """Fills ``rows`` [world_size * n] with the ``row`` [n] of every rank, which may lie in host memory."""
         lane, group, check = self._lane("all_gather")
         name = self._layers[layer]
-        self.statistics.count("all_gather", name, rows.nbytes)
+        kind = "all_gather" if self.world_size > 1 else "copy_to_device"
+        self.statistics.count(kind, name, rows.nbytes)
 
         def collective() -> None:
+            if self.world_size == 1:
+                rows.copy_(row, non_blocking=True)
+                return
             self._check(check, "all_gather", layer)
-            _all_gather(rows, row, group=group)
+            _all_gather(rows, row.to(rows.device, non_blocking=True), group=group)
 
-        return Pending(lane.submit(collective), "all_gather", name, self.statistics, self.rank, (rows, row))
+        return Pending(lane.submit(collective), kind, name, self.statistics, self.rank, (rows, row))
 
-    def reduce(self, rows: Tensor, dtype: torch.dtype, layer: int) -> Pending:
+    def squares_of_sums(self, rows_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+        """Whether :meth:`reduce` ends in a sum of its own, which knows the sum of squares of what it writes."""
+        one_part = self.world_size == 1 or not self._sum_locally
+        return self.replicas == 1 and not (one_part and rows_dtype == dtype)
+
+    def reduce(
+        self,
+        rows: Tensor,
+        dtype: torch.dtype,
+        layer: int,
+        *,
+        stats: Tensor | None = None,
+        host: Tensor | None = None,
+    ) -> Pending:
         """The sum over ranks of their ``rows`` [world_size * n], part ``rank`` of it, averaged over replicas: the
-        result, [n] of ``dtype``. ``rows`` travels in its own dtype; its memory is given back as soon as it was sent."""
+        result, [n] of ``dtype``. ``rows`` travels in its own dtype; its memory is given back as soon as it was sent.
+
+        Args:
+            stats: receives the sum of squares of the result, where :meth:`squares_of_sums`; see
+                :func:`moe_zero.ops.flat.sum_rows`.
+            host: [n], pinned: the result is copied there, complete after :meth:`synchronize`, and ``host`` returned.
+        """
         lane, group, check = self._lane("reduce_scatter")
         name = self._layers[layer]
-        self.statistics.count("reduce_scatter", name, rows.nbytes)
+        kind = "copy_to_host" if self.alone else "reduce_scatter"
+        self.statistics.count(kind, name, rows.nbytes)
 
         def collective() -> Tensor:
             self._check(check, "reduce_scatter", layer)
@@ -303,13 +330,23 @@ class Communicator:
                 out = parts[0]
             else:
                 out = torch.empty(parts.shape[1], dtype=dtype, device=self.device)
-                sum_rows(parts, out)
+                sum_rows(parts, out, stats=stats)
             if self.replicas > 1:
                 out.div_(self.replicas)
                 dist.all_reduce(out, group=self._lanes["replicate"][1])
-            return out
+            return out if host is None else host.copy_(out, non_blocking=True)
 
-        return Pending(lane.submit(collective), "reduce_scatter", name, self.statistics, self.rank, (rows,))
+        return Pending(lane.submit(collective), kind, name, self.statistics, self.rank, (rows,))
+
+    def synchronize(self) -> None:
+        """The host waits until what the computation waits for is done: gradients are in host memory."""
+        if self._on_streams:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def synchronize_gathers(self) -> None:
+        """The host waits for all gathers so far, so that it may overwrite shards in host memory."""
+        if self._on_streams and self._lanes is not None:
+            self._lanes["all_gather"][0].synchronize()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of ``tensor`` over the ranks of the sharding group, in place."""

@@ -6,6 +6,7 @@ saved in forward is valid in backward as soon as the layer was fetched again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from moe_zero.ops.flat import FlatPlan, pack, unpack
+from moe_zero.ops.flat import FlatPlan, pack, sum_rows, unpack
 from moe_zero.zero.collectives import Communicator, Pending
 from moe_zero.zero.placeholder import ShardedParameter
 
@@ -117,6 +118,7 @@ class FlatLayer:
         compute_dtype: of the full parameters, for each slot; ``None`` leaves a parameter's own dtype.
         reduce_dtype: in which gradients travel; default: that of the parameters in use if there is one, else ``dtype``.
         reshard_after_forward: free the full parameters between forward and backward.
+        offload: keep the shard, its gradient and so the optimizer's state in host memory, pinned for CUDA.
 
     ``chunk``: two flat shards, [0] trainable, [1] frozen, that follow each other in one allocation, so that without a
     change of dtype an all-gather reads both directly. ``leaves``: ``chunk[0]`` itself, or slices of it where tags
@@ -133,9 +135,11 @@ class FlatLayer:
         compute_dtype: Callable[[str, nn.Parameter], torch.dtype | None] | None = None,
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
+        offload: bool = False,
     ):
         self.name = name
         self.comm = comm
+        self.offload = offload
         self.reshard_after_forward = reshard_after_forward
         layout = Layout.of(
             name, slots, comm.world_size, dtype, compute_dtype, reduce_dtype, communicates=not comm.alone
@@ -144,9 +148,8 @@ class FlatLayer:
         self.plan, self.master_plan, self.gradient_plan = layout.parameters, layout.masters, layout.gradients
         self._trainable = [slot for slot in self.slots if slot.parameter.requires_grad]
 
-        self.shard = torch.zeros(
-            self.master_plan.shard_bytes // self.dtype.itemsize, dtype=self.dtype, device=comm.device
-        )
+        self._pinned = offload and comm.device.type == "cuda"
+        self.shard = self._home(self.master_plan.shard_bytes // self.dtype.itemsize, self.dtype).zero_()
         num_trainable = self.plan.shard_numel(True)
         self.chunk = [
             nn.Parameter(self.shard[:num_trainable]),
@@ -161,11 +164,21 @@ class FlatLayer:
         self._pending: Pending | None = None
         self._version_in_use = -1
         self._shown = True
+        self._host_row: Tensor | None = None  # the shard in the dtypes in use, and of which version it is
+        self._host_row_version = -1
         self._with_gradient: set[int] = set()
         self.holds_gradients = False
+        self._arriving: list[Tensor] = []  # gradients on their way to host memory
+        self._stats: list[Tensor | None] = []  # of the reductions under way; see `pack`
+        self._squares: tuple[Tensor, list[tuple[weakref.ref, int]]] | None = None
         self.schedule: Schedule | None = None
 
     # -- layout ------------------------------------------------------------------------------------------------------
+
+    def _home(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory where the shards live."""
+        device = torch.device("cpu") if self.offload else self.comm.device
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=self._pinned)
 
     def _make_leaves(self) -> list[Leaf]:
         tags = {slot.tag for slot in self._trainable}
@@ -207,7 +220,7 @@ class FlatLayer:
             and all(start % _DIRECT_ALIGNMENT == 0 for start in starts)
             and all(slot.parameter.is_contiguous() for slot in self.slots)
         )
-        self._aliased = self._direct and self.comm.world_size == 1 and self._row_is_shard
+        self._aliased = self._direct and self.comm.world_size == 1 and self._row_is_shard and not self.offload
         self._full_bytes = self.plan.flat_bytes
         if not self._direct:
             self._full_bytes = 0
@@ -280,7 +293,11 @@ class FlatLayer:
         if self.comm.rank == 0:
             values = [value.detach().to(self.comm.device) for value in values]
             rows = pack(values, self.master_plan).view(torch.uint8).view(self.dtype).view(self.comm.world_size, -1)
-        self.comm.scatter_rows(self.shard, rows)
+        self.comm.synchronize_gathers()
+        row = torch.empty_like(self.shard, device=self.comm.device) if self.offload else self.shard
+        self.comm.scatter_rows(row, rows)
+        if self.offload:
+            self.shard.copy_(row)
 
     @torch.no_grad()
     def gather_values(self, shard: Tensor | None = None) -> list[Tensor]:
@@ -290,9 +307,9 @@ class FlatLayer:
             return []
         shard = self.shard if shard is None else shard
         values = [torch.empty(slot.placeholder.shape, dtype=self.dtype, device=self.comm.device) for slot in self.slots]
-        rows = shard
+        rows = shard.to(self.comm.device)
         if self.comm.world_size > 1:
-            rows = shard.new_empty(self.comm.world_size * shard.numel())
+            rows = shard.new_empty(self.comm.world_size * shard.numel(), device=self.comm.device)
             self.comm.gather(rows, shard, self._index).wait()
         unpack(rows, self.master_plan, values)
         return values
@@ -327,7 +344,7 @@ class FlatLayer:
             return
         self._state = "fetching"
         self._version_in_use = self.version
-        if self.comm.world_size == 1:
+        if self.comm.world_size == 1 and not self.offload:
             return
         if self._direct:
             self._storage.resize_(self._full_bytes)
@@ -341,10 +358,14 @@ class FlatLayer:
         """This rank's part of the all-gather, uint8."""
         if self._row_is_shard:
             return self.shard.view(torch.uint8)
-        row = torch.empty(self.plan.shard_bytes, dtype=torch.uint8, device=self.comm.device)
+        if self.offload and self._host_row_version == self.version:
+            return self._host_row
+        row = self._home(self.plan.shard_bytes, torch.uint8) if self._host_row is None else self._host_row
         for group in self.plan.groups:
             stored = row[group.byte_offset : group.byte_offset + group.shard_numel * group.dtype.itemsize]
             stored.view(group.dtype).copy_(self.shard[group.element_offset : group.element_offset + group.shard_numel])
+        if self.offload:
+            self._host_row, self._host_row_version = row, self.version
         return row
 
     @torch.no_grad()
@@ -355,7 +376,7 @@ class FlatLayer:
             return
         if self._pending is not None:
             self._pending.wait()
-        if not self._direct or (self.comm.world_size == 1 and not self._aliased):
+        if not self._direct or (self._rows is None and not self._aliased):
             self._storage.resize_(self._full_bytes)
             unpack(self._row() if self._rows is None else self._rows, self.plan, self._views)
         self._rows = self._pending = None
@@ -463,18 +484,75 @@ class FlatLayer:
             dtype=self.gradient_plan.single_dtype,
             device=self.comm.device,
         )
-        pack(gradients, self.gradient_plan, rows, scale=1.0 / self.comm.world_size)
+        stats = torch.empty(2, dtype=torch.float64, device=self.comm.device)
+        if self.comm.alone:
+            pack(gradients, self.gradient_plan, rows, stats=stats)
+        else:
+            pack(gradients, self.gradient_plan, rows, scale=1.0 / self.comm.world_size)
         self.discard_gradients()
-        return rows if self.comm.alone else self.comm.reduce(rows, self.dtype, self._index)
+        known = self.comm.alone or self.comm.squares_of_sums(rows.dtype, self.dtype)
+        self._stats.append(stats if known else None)
+        if self.comm.alone and not self.offload:
+            return rows
+        host = self._home(rows.numel() // self.comm.world_size, self.dtype) if self.offload else None
+        return self.comm.reduce(rows, self.dtype, self._index, stats=None if self.comm.alone else stats, host=host)
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Takes this rank's part of the mean gradient. It is in the leaves' ``.grad`` after :meth:`settle_gradients`;
+        until then it may be on its way to host memory."""
+        if self.offload:
+            self._arriving.append(gradient)
+        else:
+            self._add(gradient)
+
+    def settle_gradients(self) -> None:
+        """At the end of backward: every leaf that is trained has its gradient, zeros if there was none."""
+        while self._arriving:
+            self._add(self._arriving.pop(0))
+        for leaf in self._trained_leaves():
+            if leaf.parameter.grad is None:
+                leaf.parameter.grad = torch.zeros_like(leaf.parameter)
+
+    def forget_arriving(self) -> None:
+        """After a backward that failed."""
+        self._arriving.clear()
+        self._stats.clear()
+
+    def _trained_leaves(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if not leaf.frozen and leaf.parameter.requires_grad]
 
     @torch.no_grad()
-    def add_gradient(self, gradient: Tensor | None) -> None:
-        """Adds this rank's part of the mean gradient to the leaves' ``.grad``; ``None`` stands for zeros."""
-        for leaf in self.leaves:
-            part = None if gradient is None else gradient[leaf.start : leaf.stop]
-            if leaf.frozen or not leaf.parameter.requires_grad:
-                continue
-            if leaf.parameter.grad is None:
-                leaf.parameter.grad = torch.zeros_like(leaf.parameter) if part is None else part
-            elif part is not None:
-                leaf.parameter.grad.add_(part)
+    def _add(self, gradient: Tensor) -> None:
+        squares, self._squares = self._stats.pop(0), None
+        leaves = self._trained_leaves()
+        if all(leaf.parameter.grad is None for leaf in leaves):
+            for leaf in leaves:
+                leaf.parameter.grad = gradient[leaf.start : leaf.stop]
+        else:
+            squares = torch.zeros(2, dtype=torch.float64, device=gradient.device)
+            for leaf in leaves:
+                part = gradient[leaf.start : leaf.stop]
+                if leaf.parameter.grad is None:
+                    leaf.parameter.grad = torch.zeros_like(part)
+                of_leaf = torch.empty_like(squares)
+                sum_rows(part.view(1, -1), leaf.parameter.grad, accumulate=True, stats=of_leaf)
+                squares += of_leaf
+        if squares is not None and all(leaf.parameter.requires_grad for leaf in self.leaves):
+            now = [(weakref.ref(leaf.parameter.grad), leaf.parameter.grad._version) for leaf in leaves]
+            self._squares = (squares[0], now)
+
+    def sum_of_squares(self) -> Tensor:
+        """Of this rank's gradients, fp64. The reduction computed it on its way; gradients are read again only where
+        somebody changed them since (an unscaling optimizer, the user), or the backend's reduction is opaque."""
+        gradients = [leaf.parameter.grad for leaf in self.leaves if leaf.parameter.grad is not None]
+        if self._squares is not None:
+            squares, known = self._squares
+            if len(known) == len(gradients) and all(
+                gradient is ref() and gradient._version == version
+                for gradient, (ref, version) in zip(gradients, known, strict=True)
+            ):
+                return squares
+        total = torch.zeros((), dtype=torch.float64, device=self.shard.device)
+        for gradient in gradients:
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        return total

@@ -39,6 +39,9 @@ class Zero3Layer(ShardedModule):
         group_fn: gives each parameter, by name and itself, an integer tag; see :meth:`param_groups`.
         init_fn: initialises the own parameters of a module, for layers on the meta device; default:
             ``reset_parameters()``.
+        offload: keep shards, their gradients and so the optimizer's states in pinned host memory, where the optimizer
+            then computes; shards are copied to the device, and gradients back, on the collectives' streams. Of no
+            effect (and a warning) on a CPU.
         reduce_algorithm: ``"auto"``, ``"all_to_all"`` or ``"reduce_scatter"``.
         timeout: of the collectives; default: PyTorch's.
 
@@ -65,6 +68,7 @@ class Zero3Layer(ShardedModule):
         reduce_dtype: torch.dtype | None = None,
         group_fn: Callable[[str, nn.Parameter], int] | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
+        offload: bool = False,
         reduce_algorithm: str = "auto",
         timeout: timedelta | None = None,
     ):
@@ -90,6 +94,7 @@ class Zero3Layer(ShardedModule):
             reshard_after_forward=True,
             group_fn=group_fn,
             init_fn=init_fn,
+            offload=offload,
             check=check,
         )
         self.module = module

@@ -34,6 +34,7 @@ def shard(
     reshard_after_forward: bool = True,
     prefetch: int = 1,
     init_fn: Callable[[nn.Module], None] | None = None,
+    offload: bool = False,
     reduce_algorithm: str = "auto",
     timeout: timedelta | None = None,
 ) -> ShardedModel:
@@ -53,7 +54,8 @@ def shard(
         process_group: as in :class:`Zero3Layer`; a ``DeviceMesh`` (replicate, shard) shards inside a node and
             replicates across.
         group_fn: gives each parameter, by name and itself, an integer tag; see :meth:`ShardedModule.param_groups`.
-        device, dtype, compute_dtype, reduce_dtype, init_fn, reduce_algorithm, timeout: as in :class:`Zero3Layer`.
+        device, dtype, compute_dtype, reduce_dtype, init_fn, offload, reduce_algorithm, timeout: as in
+            :class:`Zero3Layer`.
         reshard_after_forward: ``False`` keeps full parameters from forward to backward: one gather less, more memory.
         prefetch: number of layers fetched ahead.
 
@@ -61,6 +63,8 @@ def shard(
         ValueError, TypeError: an argument does not fit.
         RanksDisagree: ranks were given different models or arguments.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}; it must be a torch.nn.Module")
     comm = communicator(process_group, device_of(model, device), reduce_algorithm, timeout)
     sharded = ShardedModel()
     build(
@@ -75,6 +79,7 @@ def shard(
         reshard_after_forward=reshard_after_forward,
         group_fn=group_fn,
         init_fn=init_fn,
+        offload=offload,
     )
     sharded.module = model
     return sharded

@@ -112,6 +112,10 @@ class Schedule:
         self.layers.append(layer)
         layer.schedule = self
 
+    @property
+    def _offloads(self) -> bool:
+        return any(layer.offload for layer in self.layers)
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def call(self, layer: FlatLayer, forward: Callable, args: tuple, kwargs: dict):
@@ -150,6 +154,8 @@ class Schedule:
             for layer in self.layers:
                 if layer.resident and not (layer in self._kept and layer in live):
                     self._free(layer)
+            if self._offloads:
+                self.comm.synchronize_gathers()  # the caller may overwrite shards, which the host does at once
         self._successors[self._last_two] = None
         del self._live[:-MAX_LIVE_USES]
         return output
@@ -379,8 +385,10 @@ class Schedule:
                     self._complete(backward, layer)
             while backward.reductions:
                 self._finish_reduction(backward)
+            if self._offloads:
+                self.comm.synchronize()
             for layer in self.layers:
-                layer.add_gradient(None)
+                layer.settle_gradients()
         else:
             for layer in self.layers:
                 if layer in backward.turn or layer.some_gradients_arrived:
@@ -393,6 +401,7 @@ class Schedule:
         self._live.clear()
         for layer in self.layers:
             layer.discard_gradients()
+            layer.forget_arriving()
             self._free(layer)
         for _, pending in backward.reductions:
             if isinstance(pending, Pending):

@@ -90,7 +90,8 @@ class ShardedModule(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients by one factor so that their global norm, over all ranks, is at most ``max_norm``;
-        padding is zero and does not count. Collective.
+        padding is zero and does not count. Collective. The norm of order 2 needs no pass over the gradients: their
+        reduction left the sums of squares.
 
         Returns:
             the norm before, a scalar tensor, equal on all ranks.
@@ -100,12 +101,16 @@ class ShardedModule(nn.Module):
         """
         gradients = [chunk.grad for chunk in self.get_trainable_chunk() if chunk.grad is not None]
         norm_type = float(norm_type)
-        norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients]
-        norms = torch.stack(norms) if norms else torch.zeros(1, device=self.comm.device)
-        if norm_type == float("inf"):
-            total = self.comm.maximum(norms.max())
+        if norm_type == 2:
+            squares = [layer.sum_of_squares().to(self.comm.device) for layer in self.flat_layers]
+            total = self.comm.sum(torch.stack(squares).sum()).sqrt().float()
         else:
-            total = self.comm.sum(norms.pow(norm_type).sum()).pow(1.0 / norm_type)
+            norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients]
+            norms = torch.stack(norms).to(self.comm.device) if norms else torch.zeros(1, device=self.comm.device)
+            if norm_type == float("inf"):
+                total = self.comm.maximum(norms.max())
+            else:
+                total = self.comm.sum(norms.pow(norm_type).sum()).pow(1.0 / norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"the gradients' global norm of order {norm_type} is {total.item()}")
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -223,8 +228,7 @@ class ShardedModule(nn.Module):
             raise ValueError("assign=True would replace shards by full parameters; use assign=False")
         return self.load_state_dict_full(state_dict, strict)
 
-    # -- what cannot be
-    # --------------------------------------------------------------------------------------------------
+    # -- what cannot be ----------------------------------------------------------------------------------------------
 
     def _apply(self, *args, **kwargs):
         raise RuntimeError(

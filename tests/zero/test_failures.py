@@ -50,6 +50,13 @@ def bad_arguments():
     )
     refused(ValueError, "'encoder.*', which matches", lambda m: shard(m, ["blocks.*", "encoder.*"]))
     refused(TypeError, "layers has 3; use", lambda m: shard(m, [3]))
+    refused(TypeError, "layers is 3; use a module class", lambda m: shard(m, 3))
+    refused(ValueError, "layers is empty; name", lambda m: shard(m, []))
+    refused(ValueError, "is the model itself and none of its modules", lambda m: shard(m, Net))
+    refused(TypeError, "process_group is 3; it must be a ProcessGroup", lambda m: shard(m, Block, 3))
+    refused(TypeError, "offload is 'cpu'; it must be True or False", lambda m: shard(m, Block, offload="cpu"))
+    with pytest.raises(TypeError, match=r"model is 'net'; it must be a torch\.nn\.Module"):
+        shard("net", Block)
     refused(ValueError, "prefetch is -1", lambda m: shard(m, Block, prefetch=-1))
     refused(
         ValueError, "reduce_algorithm is 'ring'; it must be one of", lambda m: shard(m, Block, reduce_algorithm="ring")
@@ -67,6 +74,10 @@ def bad_arguments():
     sharded = shard(Net(), Block)
     with pytest.raises(ValueError, match="is sharded already"):
         shard(sharded.module, Block)
+    with pytest.raises(ValueError, match="the model is sharded already; shard a model once"):
+        shard(sharded, Block)
+    with pytest.raises(ValueError, match="module '0' is sharded already"):
+        shard(nn.Sequential(sharded, Block(2, 2)), Block)
     with pytest.raises(ValueError, match=r"groups has 0 entries, but group_fn gives parameter 'blocks.0.weight' tag 0"):
         sharded.param_groups([])
 

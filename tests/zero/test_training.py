@@ -3,7 +3,7 @@ meshes, initialisation, traffic and memory."""
 
 import copy
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from moe_zero.zero import Zero3Layer, Zero3Sequential, shard
+from moe_zero.zero import Zero3Layer, Zero3Sequential, building, shard
 
 pytestmark = pytest.mark.distributed
 
@@ -151,6 +151,96 @@ def clip_case(norm_type):
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_uses_the_norm_over_all_ranks(norm_type, on_ranks):
     on_ranks(3, clip_case, norm_type)
+
+
+@contextmanager
+def counted_norms():
+    """Replaces vector_norm by one that counts what it reads."""
+    read, norm = [], torch.linalg.vector_norm
+    torch.linalg.vector_norm = lambda g, *args, **kwargs: read.append(g.numel()) or norm(g, *args, **kwargs)
+    try:
+        yield read
+    finally:
+        torch.linalg.vector_norm = norm
+
+
+def squares_case(options, changes):
+    sharded, reference = pair(**options)
+    with counted_norms() as read:
+        for micro_batches in (1, 3):
+            sharded.zero_grad()
+            reference.zero_grad()
+            for step in range(micro_batches):
+                sharded(share(step)).square().mean().backward()
+                reference(whole_batch(step)).square().mean().backward()
+            if changes:
+                for chunk in sharded.get_trainable_chunk():
+                    chunk.grad.mul_(2.0)
+                for parameter in reference.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(2.0)
+            for limit in (0.05, 0.01):  # the second after the first has changed them
+                read.clear()
+                norm = sharded.clip_grad_norm_(limit)
+                again = bool(read)
+                expected = nn.utils.clip_grad_norm_(reference.parameters(), limit)
+                torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+                assert again == (changes or limit == 0.01), (micro_batches, limit)
+    kept = [layer._squares[1] for layer in sharded.flat_layers]
+    sharded.zero_grad()
+    assert all(ref() is None for of_layer in kept for ref, _ in of_layer)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("tags", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_norm_needs_no_second_look_at_unchanged_gradients(world_size, tags, changes, on_ranks):
+    on_ranks(world_size, squares_case, {"group_fn": no_decay} if tags else {}, changes)
+
+
+def offload_case(compute_dtype):
+    with (
+        pytest.warns(UserWarning, match="offload=True changes nothing on a CPU")
+        if rank_and_world()[0] == 0
+        else (nullcontext())
+    ):
+        pair(offload=True)
+    # The device of a GPU is played by the CPU: shards are copied from "host" memory and gradients to it.
+    before, building._offloads = building._offloads, lambda offload, comm: offload
+    try:
+        offloaded, _ = pair(offload=True, group_fn=no_decay, compute_dtype=compute_dtype)
+        plain, _ = pair(group_fn=no_decay, compute_dtype=compute_dtype)
+    finally:
+        building._offloads = before
+    both = [(model, torch.optim.AdamW(model.param_groups([{}, {"weight_decay": 0.0}]), lr=0.05))
+            for model in (offloaded, plain)]  # fmt: skip
+    for step in range(4):
+        results = []
+        for model, optimizer in both:
+            optimizer.zero_grad()
+            for micro_batch in range(1 + step % 2):
+                loss = model(share(step + micro_batch)).float().square().mean()
+                loss.backward()
+            results.append((loss.item(), model.clip_grad_norm_(0.1).item()))
+            optimizer.step()
+            with torch.no_grad():
+                results[-1] += (model(share(9)).float().sum().item(),)
+        assert results[0] == results[1]
+    states = [model.state_dict_full() for model, _ in both]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    offloaded.load_state_dict_full(states[0])
+    assert offloaded(share(0)).tolist() == plain(share(0)).tolist()
+    moved = offloaded.statistics.total
+    assert ("copy_to_device" in moved) == (rank_and_world()[1] == 1)
+    for layer in offloaded.flat_layers:
+        in_use = layer._storage.data_ptr()
+        assert not layer.never_freed and in_use != layer.shard.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_shards_in_host_memory_train_alike(world_size, compute_dtype, on_ranks):
+    on_ranks(world_size, offload_case, compute_dtype)
 
 
 def accumulation_case(synchronise):
