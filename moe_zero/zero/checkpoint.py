@@ -13,17 +13,16 @@ process is killed, `latest` names a complete one.
 
 from __future__ import annotations
 
+import atexit
 import io
-import json
 import os
 import pickle
 import random
-import shutil
 import sys
+import threading
 import warnings
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from moe_zero.zero.collectives import Communicator
 from moe_zero.zero.flat_layer import FROZEN_PARAMS_IDX, FlatLayer, Leaf
+from moe_zero.zero.generations import checksum, find_checkpoint, incoming_folder, prepare, publish, verify
 from moe_zero.zero.sharded_module import ShardedModule
 
-LATEST = "latest"
-MANIFEST = "manifest.json"
-_PREFIX = "checkpoint-"
-_INCOMING = ".incoming-"
+# DCP's remark that there is no process group, which is as it should be on one rank.
+warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+
 _OBJECTS = "objects"  # the entry with everything that is no tensor of the model or of the optimizer
 
 
@@ -82,17 +82,151 @@ def save_checkpoint(
         ValueError, TypeError: an argument does not fit, or ``extra`` holds other objects.
         OSError, CheckpointException: it could not be written; the former latest generation is untouched.
     """
+    return _stage(directory, sharded, optimizer, scheduler, extra, keep, copies=False).write()
+
+
+def save_checkpoint_async(
+    directory: str | os.PathLike,
+    sharded: ShardedModule,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    extra: Mapping | None = None,
+    *,
+    keep: int = 2,
+) -> PendingSave:
+    """As :func:`save_checkpoint`, but returns as soon as everything was copied to host memory; training goes on while
+    the copies are written. Collective; between steps.
+
+    The former generation stays the latest until the new one is complete. The next save or load of the same model waits
+    for this one, and raises what went wrong with it; so does the exit of the process wait (but not ``os._exit``).
+    """
+    return PendingSave(sharded, _stage(directory, sharded, optimizer, scheduler, extra, keep, copies=True))
+
+
+class PendingSave:
+    """A checkpoint that is being written."""
+
+    def __init__(self, sharded: ShardedModule, generation: _Generation):
+        self._generation, self._error = generation, None
+        written = generation.start()
+        # No daemon: the interpreter waits for it.
+        self._thread = threading.Thread(target=self._finish, args=(written,), name="moe_zero checkpoint")
+        self._thread.start()
+        sharded._saving = self
+
+    def _finish(self, written: Future) -> None:
+        try:
+            self._generation.finish(written)
+        except Exception as error:
+            self._error = error
+            _failed.add(self)
+        self._generation.planner = None  # the copies
+
+    def done(self) -> bool:
+        """Whether it is written, or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The path of the generation, when it is written. Raises what went wrong, as ``save_checkpoint`` does."""
+        self._thread.join()
+        if self._error is not None:
+            _failed.discard(self)
+            raise self._error
+        return self._generation.path
+
+
+_failed: set[PendingSave] = set()  # that nobody was told of
+
+
+@atexit.register
+def _tell_of_failures() -> None:
+    for pending in _failed:
+        print(f"the checkpoint {pending._generation.path} was not written: {pending._error!r}", file=sys.stderr)
+
+
+class _Generation:
+    """All that a rank writes of one generation."""
+
+    def __init__(self, comm: Communicator, directory: Path, name: str, planner: _Saver, keep: int):
+        self.comm, self.planner, self.path = comm, planner, directory / name
+        self._directory, self._name, self._keep = directory, name, keep
+        self._incoming = incoming_folder(directory, name)
+
+    def write(self) -> Path:
+        written: Future = Future()
+        try:
+            written.set_result(self._call(dcp.save))
+        except Exception as error:
+            written.set_exception(error)
+        self.finish(written)
+        return self.path
+
+    def start(self) -> Future:
+        """Has DCP's thread write."""
+        return self._call(dcp.async_save)
+
+    def _call(self, save: Callable) -> Any:
+        if self.comm.replica:
+            written: Future = Future()
+            written.set_result(None)  # the first replica writes
+            return written
+        return save(
+            {},
+            storage_writer=dcp.FileSystemWriter(self._incoming, sync_files=True),
+            planner=self.planner,
+            process_group=self.comm.process_group,
+        )
+
+    def finish(self, written: Future) -> None:
+        """Checksums of what was written; then the generation becomes the latest."""
+        comm, error, sums = self.comm, None, {}
+        try:
+            written.result()
+            if comm.replica == 0:
+                mine = sorted(self._incoming.glob(f"__{comm.rank}_*"))
+                sums = {path.name: [path.stat().st_size, checksum(path)] for path in mine}
+        except Exception as problem:
+            error = problem
+        comm.agree("save_checkpoint()", None, error)
+        answers = comm.all_objects(sums)
+        if comm.rank == 0 and comm.replica == 0:
+            try:
+                files = {file: entry for sums in answers for file, entry in sums.items()}
+                publish(self._directory, self._name, files, self._keep)
+            except OSError as problem:
+                error = problem
+        comm.agree("save_checkpoint()", None, error)
+
+
+def _finish_pending(sharded: ShardedModule) -> None:
+    pending, sharded._saving = sharded._saving, None
+    if pending is not None:
+        pending.wait()
+
+
+def _stage(
+    directory: str | os.PathLike,
+    sharded: ShardedModule,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    extra: Mapping | None,
+    keep: int,
+    copies: bool,
+) -> _Generation:
+    """Collects what is to be written: tensors as they are or as ``copies`` of this moment, all else serialised."""
+    _finish_pending(sharded)
     comm = sharded.comm
     directory = Path(directory)
     error, name, objects = None, None, None
+    take = _copied if copies else torch.Tensor.detach
     try:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least the generation just written stays, so 1 or more")
-        entries = _model_entries(sharded)
+        entries = _model_entries(sharded, take)
         scalars, groups = {}, None
         if optimizer is not None:
             leaves = _leaves(sharded, optimizer)
-            state_entries, scalars = _optimizer_entries(optimizer, leaves)
+            state_entries, scalars = _optimizer_entries(optimizer, leaves, take)
             entries += state_entries
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         objects = {
@@ -103,43 +237,21 @@ def save_checkpoint(
         }
         _to_bytes(objects)  # so that what could not be read back is refused now
         if comm.rank == 0:
-            name = _prepare(directory)
+            name = prepare(directory)
     except (ValueError, TypeError, OSError) as problem:
         error = problem
     comm.agree("save_checkpoint()", keep, error)
     answers = comm.all_objects((name, scalars))
     name = answers[0][0]
     objects["scalars"] = {key: value for _, theirs in answers for key, value in theirs.items()}
-    incoming = directory / f"{_INCOMING}{name}"
+    data = {f"random.{comm.rank}": _to_bytes(_random_states(comm.device))}
+    if comm.rank == 0:
+        data[_OBJECTS] = _to_bytes(objects)
+    return _Generation(comm.beside(), directory, name, _Saver(entries, data, comm.rank == 0), keep)
 
-    if comm.replica == 0:
-        data = {f"random.{comm.rank}": _random_states(comm.device)}
-        if comm.rank == 0:
-            data[_OBJECTS] = objects
-        writer = dcp.FileSystemWriter(incoming, sync_files=True)
-        with _quiet():
-            dcp.save(
-                {},
-                storage_writer=writer,
-                planner=_Saver(entries, data, comm.rank == 0),
-                process_group=comm.process_group,
-            )
-    try:
-        sums = {}
-        if comm.replica == 0:
-            mine = sorted(incoming.glob(f"__{comm.rank}_*"))
-            sums = {path.name: [path.stat().st_size, _checksum(path)] for path in mine}
-    except OSError as problem:
-        error = problem
-    comm.agree("save_checkpoint()", None, error)
-    answers = comm.all_objects(sums)
-    if comm.rank == 0 and comm.replica == 0:
-        try:
-            _publish(directory, name, {file: entry for sums in answers for file, entry in sums.items()}, keep)
-        except OSError as problem:
-            error = problem
-    comm.agree("save_checkpoint()", None, error)
-    return directory / name
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def load_checkpoint(
@@ -165,11 +277,12 @@ def load_checkpoint(
         ValueError: a file is damaged (it is named), or the checkpoint is of another model or optimizer; nothing was
             changed.
     """
+    _finish_pending(sharded)
     comm = sharded.comm
     error, path, own_random = None, None, f"random.{comm.rank}"
     try:
         path = find_checkpoint(directory)
-        _verify(path, comm.rank, comm.world_size)
+        verify(path, comm.rank, comm.world_size)
     except (ValueError, OSError) as problem:
         error = problem
     comm.agree("load_checkpoint()", path and str(path), error)
@@ -186,8 +299,7 @@ def load_checkpoint(
     comm.agree("load_checkpoint()", None, error)
     # What belongs to it is looked at before anything is changed.
     objects = _Loader([], [_OBJECTS, *([own_random] if own_random in metadata.state_dict_metadata else [])])
-    with _quiet():
-        dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=objects, process_group=comm.process_group)
+    dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=objects, process_group=comm.process_group)
     objects, random_states = objects.data[_OBJECTS], objects.data.get(own_random)
     try:
         if optimizer is not None:
@@ -200,7 +312,8 @@ def load_checkpoint(
 
     for layer in sharded.flat_layers:
         layer.free()
-    with _quiet(), torch.no_grad():
+    comm.synchronize_gathers()
+    with torch.no_grad():
         reader = dcp.FileSystemReader(path)
         dcp.load({}, storage_reader=reader, planner=_Loader(entries, []), process_group=comm.process_group)
     if optimizer is not None:
@@ -212,23 +325,7 @@ def load_checkpoint(
     return objects["extra"] or {}
 
 
-def find_checkpoint(directory: str | os.PathLike) -> Path:
-    """The folder of the generation that ``load_checkpoint(directory)`` would read. ``FileNotFoundError`` if there is
-    none."""
-    directory = Path(directory)
-    if (directory / MANIFEST).exists():
-        return directory
-    try:
-        name = (directory / LATEST).read_text().strip()
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{directory} holds no checkpoint: it has no file {LATEST!r}") from None
-    if not (directory / name / MANIFEST).exists():
-        raise FileNotFoundError(f"{directory / LATEST} names {name!r}, but there is no {directory / name / MANIFEST}")
-    return directory / name
-
-
-# --- what is saved: entries of DCP
-# ---------------------------------------------------------------------------------------
+# --- what is saved: entries of DCP ------------------------------------------------------------------------------------
 
 
 class _Entry:
@@ -268,15 +365,17 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[
             start = end
 
 
-def _model_entries(sharded: ShardedModule) -> list[_Entry]:
+def _model_entries(sharded: ShardedModule, take: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> list[_Entry]:
+    """Shards and buffers, each as ``take`` gives it."""
     entries = []
     for layer in sharded.flat_layers:
+        shard = take(layer.shard)
         of_slot = {slot.name: _Entry(("model", slot.name), slot.placeholder.shape) for slot in layer.slots}
         for slot, start, stop, begin in layer.pieces(sharded.comm.rank):
-            of_slot[slot.name].add_run(begin, layer.shard[start:stop])
+            of_slot[slot.name].add_run(begin, shard[start:stop])
         entries += of_slot.values()
     for name, owner, attribute in sharded._buffer_names:
-        buffer = owner._buffers[attribute].detach()
+        buffer = take(owner._buffers[attribute])
         entries.append(_Entry(("model", name), buffer.shape, replicated=True))
         entries[-1].boxes[torch.Size([0] * buffer.ndim)] = buffer
     return entries
@@ -308,7 +407,7 @@ def _runs(layer: FlatLayer, leaf: Leaf) -> Iterator[tuple[str, torch.Size, int, 
 
 
 def _optimizer_entries(
-    optimizer: torch.optim.Optimizer, leaves: list[tuple[FlatLayer, Leaf]]
+    optimizer: torch.optim.Optimizer, leaves: list[tuple[FlatLayer, Leaf]], take: Callable[[Tensor], Tensor]
 ) -> tuple[list[_Entry], dict[str, dict[str, Any]]]:
     """State that has the shape of its shard, as entries; the rest (steps) by the names of parameters."""
     entries: dict[str, _Entry] = {}
@@ -321,6 +420,7 @@ def _optimizer_entries(
                     f"the optimizer's state {key!r} for layer {layer.name!r} has shape {tuple(value.shape)}, the shard "
                     f"{tuple(leaf.parameter.shape)}; only state for each element can be read at another number of ranks"
                 )
+            value = take(value) if of_shard else value
             for name, shape, start, stop, begin in _runs(layer, leaf):
                 if of_shard:
                     entry = _Entry(("optimizer", key, name), shape)
@@ -389,12 +489,11 @@ def _set_optimizer(optimizer, leaves, states, objects) -> None:
             optimizer.state[leaf.parameter] = state
 
 
-# --- the planners of DCP
-# -------------------------------------------------------------------------------------------------
+# --- the planners of DCP ----------------------------------------------------------------------------------------------
 
 
 class _Saver(SavePlanner):
-    def __init__(self, entries: list[_Entry], data: dict[str, Any], is_first: bool):
+    def __init__(self, entries: list[_Entry], data: dict[str, bytes], is_first: bool):
         self._entries = [entry for entry in entries if is_first or not entry.replicated]
         self._boxes = {(entry.key, offsets): box for entry in self._entries for offsets, box in entry.boxes.items()}
         self._data = data
@@ -427,7 +526,7 @@ class _Saver(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
-            return _to_bytes(self._data[write_item.index.fqn])
+            return io.BytesIO(self._data[write_item.index.fqn])
         return self._boxes[write_item.index.fqn, write_item.index.offset]
 
 
@@ -473,15 +572,7 @@ class _Loader(LoadPlanner):
         pass
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's remark that there is no process group, which is as it should be on one rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-        yield
-
-
-def _to_bytes(value: object) -> io.BytesIO:
+def _to_bytes(value: object) -> bytes:
     """Serialised such that reading it executes nothing; ``TypeError`` for objects that this excludes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -494,79 +585,10 @@ def _to_bytes(value: object) -> io.BytesIO:
             "tensors, lists, "
             f"tuples and dicts: {error}"
         ) from None
-    buffer.seek(0)
-    return buffer
+    return buffer.getvalue()
 
 
-# --- files
-# ---------------------------------------------------------------------------------------------------------------
-
-
-def _prepare(directory: Path) -> str:
-    """The name of the next generation."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for left_over in directory.glob(f"{_INCOMING}*"):
-        shutil.rmtree(left_over)
-    numbers = [int(path.name.removeprefix(_PREFIX)) for path in directory.glob(f"{_PREFIX}*")]
-    return f"{_PREFIX}{max(numbers, default=0) + 1:08d}"
-
-
-def _publish(directory: Path, name: str, sums: dict[str, list[int]], keep: int) -> None:
-    incoming = directory / f"{_INCOMING}{name}"
-    metadata = incoming / ".metadata"
-    sums = {**sums, metadata.name: [metadata.stat().st_size, _checksum(metadata)]}
-    _write_durably(incoming / MANIFEST, json.dumps({"files": sums}, indent=1))
-    _sync(incoming)
-    incoming.rename(directory / name)
-    _write_durably(directory / f"{_INCOMING}{LATEST}", name)
-    (directory / f"{_INCOMING}{LATEST}").rename(directory / LATEST)
-    _sync(directory)
-    for old in sorted(directory.glob(f"{_PREFIX}*"))[:-keep]:
-        shutil.rmtree(old)
-
-
-def _verify(path: Path, rank: int, world_size: int) -> None:
-    """Compares sizes and checksums; each rank reads its share of the files."""
-    try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / MANIFEST} is damaged: {error!r}") from None
-    for name, (size, checksum) in sorted(files.items())[rank::world_size]:
-        file = path / name
-        if not file.exists():
-            raise ValueError(f"{file} is missing; the checkpoint is damaged")
-        if file.stat().st_size != size:
-            raise ValueError(f"{file} is damaged: it has {file.stat().st_size} bytes, {size} were written")
-        if _checksum(file) != checksum:
-            raise ValueError(f"{file} is damaged: its checksum is not the one that was written")
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Makes renames in a folder durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# --- random states
-# -------------------------------------------------------------------------------------------------------
+# --- random states ----------------------------------------------------------------------------------------------------
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

@@ -198,6 +198,7 @@ class Communicator:
         self._reduce_algorithm = reduce_algorithm
         self._sum_locally = reduce_algorithm == "all_to_all" or (reduce_algorithm == "auto" and not self._on_streams)
         self._lanes: dict[str, tuple] | None = None
+        self._beside: Communicator | None = None
 
     def check(self) -> None:
         """Raises ``ValueError`` for arguments that do not fit."""
@@ -215,6 +216,15 @@ class Communicator:
     def alone(self) -> bool:
         """One rank: nothing to communicate."""
         return self.world_size == 1 and self.replicas == 1
+
+    def beside(self) -> Communicator:
+        """Another one over the same ranks, over gloo, for what goes on beside training on other threads. Collective the
+        first time."""
+        if self._beside is None:
+            replicate = self.replicate_group and self._new_group(self.replicate_group, backend="gloo")
+            own = self.process_group and self._new_group(self.process_group, backend="gloo")
+            self._beside = Communicator(own, torch.device("cpu"), replicate_group=replicate, timeout=self._timeout)
+        return self._beside
 
     def register(self, layer: str) -> int:
         """Gives a layer its number, the same on all ranks that register the same layers."""

@@ -24,6 +24,7 @@ class ShardedModule(nn.Module):
     _schedule: Schedule
     _buffer_names: list[tuple[str, nn.Module, str]]  # persistent ones: name, owner, attribute
     _state_names: list[str]  # the order of the unsharded state dict
+    _saving = None  # the checkpoint that is being written
 
     @property
     def flat_layers(self) -> list[FlatLayer]:

@@ -1,8 +1,14 @@
 """Checkpoints: resumed on other numbers of ranks, written atomically, damage found and named."""
 
 import itertools
+import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from moe_zero.zero import find_checkpoint, load_checkpoint, save_checkpoint, shard
-from moe_zero.zero.checkpoint import boxes_of_run
+from moe_zero.zero import checkpoint, find_checkpoint, load_checkpoint, save_checkpoint, save_checkpoint_async, shard
+from moe_zero.zero.checkpoint import _Generation, boxes_of_run
 
 pytestmark = pytest.mark.distributed
 
@@ -85,7 +91,7 @@ def resume(directory, optimizer):
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_resumed_on_any_number_of_ranks_equals_the_uninterrupted_run(optimizer, on_ranks, tmp_path):
     expected = on_ranks(2, save_after_five, tmp_path, optimizer)[0]
-    for world_size in (0, 1, 2, 3):
+    for world_size in (0, 1, 2, 3, 4):
         for losses in on_ranks(world_size, resume, tmp_path, optimizer):
             assert losses == pytest.approx(expected, rel=1e-6)
 
@@ -94,6 +100,89 @@ def test_saved_on_one_process_without_group_and_resumed_on_ranks(on_ranks, tmp_p
     expected = on_ranks(0, save_after_five, tmp_path, torch.optim.AdamW)[0]
     for losses in on_ranks(3, resume, tmp_path, torch.optim.AdamW):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def save_while_training(directory):
+    parts = make()
+    train(*parts, range(5))
+    saving = save_checkpoint_async(directory, *parts, {"next_step": 5, "seen": torch.arange(3)})
+    losses = train(*parts, range(5, 10))  # changes all that is being written
+    assert saving.wait() == find_checkpoint(directory) and saving.done()
+    return losses
+
+
+def test_saved_while_training_went_on(on_ranks, tmp_path):
+    expected = on_ranks(2, save_while_training, tmp_path)[0]
+    for world_size in (0, 3):
+        for losses in on_ranks(world_size, resume, tmp_path, torch.optim.AdamW):
+            assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def held_up(directory):
+    """What happens while a checkpoint is held up, and after one that failed."""
+    parts = make()
+    first = save_checkpoint(directory, *parts, {"n": 1})
+    go_on = threading.Event()
+    finish = _Generation.finish
+    _Generation.finish = lambda *args: go_on.wait(60) and finish(*args)
+    try:
+        pending = save_checkpoint_async(directory, *parts, {"n": 2})
+        train(*parts, range(2))
+        assert not pending.done() and find_checkpoint(directory) == first
+        go_on.set()
+        assert load_checkpoint(directory, *parts)["n"] == 2 and pending.done()  # it waited
+    finally:
+        _Generation.finish = finish
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        checkpoint.publish, before = raises_disk_full, checkpoint.publish
+    kind = OSError if not dist.is_initialized() or dist.get_rank() == 0 else RuntimeError
+    try:
+        failing = save_checkpoint_async(directory, *parts, {"n": 3})
+        train(*parts, range(2))
+        with pytest.raises(kind, match="disk full"):
+            save_checkpoint(directory, *parts, {"n": 4})
+        assert find_checkpoint(directory).name == "checkpoint-00000002"
+        with pytest.raises(kind, match="disk full"):
+            failing.wait()
+    finally:
+        if kind is OSError:
+            checkpoint.publish = before
+    assert save_checkpoint(directory, *parts, {"n": 5}).name == "checkpoint-00000003"
+
+
+def raises_disk_full(*args):
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_the_next_save_waits_and_raises_what_went_wrong(world_size, on_ranks, tmp_path):
+    on_ranks(world_size, held_up, tmp_path)
+
+
+EXITS = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import test_checkpoint as t
+parts = t.make()
+if len(sys.argv) > 3:
+    t.checkpoint.publish = t.raises_disk_full
+else:
+    checksum = t.checkpoint.checksum
+    t.checkpoint.checksum = lambda path: time.sleep(1) or checksum(path)
+t.save_checkpoint_async(sys.argv[2], *parts, {"next_step": 0})
+"""
+
+
+def test_the_exit_of_the_process_waits_for_the_checkpoint(on_ranks, tmp_path):
+    command = [sys.executable, "-c", EXITS, str(Path(__file__).parent), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    assert on_ranks(0, next_step, tmp_path) == [0]
+    failed = subprocess.run([*command, "fail"], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert "checkpoint-00000002 was not written: OSError('disk full')" in failed.stderr
+
+
+def next_step(directory):
+    return load_checkpoint(directory, *make(seed=1))["next_step"]
 
 
 def draws_after_loading(directory):
@@ -192,12 +281,13 @@ def test_old_generations_are_removed(on_ranks, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names[1:], "latest"]
 
 
-def save_for_ever(directory):
+def save_for_ever(directory, asynchronous):
     parts = make()
     for step in itertools.count():
         for layer in parts[0].flat_layers:
             layer.shard.data.fill_(step)
-        save_checkpoint(directory, *parts, {"step": step})
+        save = save_checkpoint_async if asynchronous else save_checkpoint
+        save(directory, *parts, {"step": step})
 
 
 def loaded_values(directory):
@@ -206,18 +296,47 @@ def loaded_values(directory):
     return step, {value.item() for tensor in parts[0].state_dict_full().values() for value in tensor.flatten().unique()}
 
 
-def test_killed_at_any_moment_the_last_checkpoint_loads(fresh_ranks, on_ranks, tmp_path):
+def assert_whole(step, values):
+    # BatchNorm's buffers are 0 and 1.
+    assert float(step) in values and values <= {float(step), 0.0, 1.0}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_killed_at_any_moment_leave_a_checkpoint_that_loads(asynchronous, fresh_ranks, on_ranks, tmp_path):
     generator = random.Random(0)
-    for _ in range(4):
+    for _ in range(2):
         ranks = fresh_ranks(2, timeout=20)
-        ranks.start(save_for_ever, tmp_path)
+        ranks.start(save_for_ever, tmp_path, asynchronous)
         while not (tmp_path / "latest").exists():
             time.sleep(0.01)
         time.sleep(generator.uniform(0.2, 0.6))
         ranks.stop()
-        step, values = on_ranks(0, loaded_values, tmp_path)[0]
-        # BatchNorm's buffers are 0 and 1.
-        assert float(step) in values and values <= {float(step), 0.0, 1.0}
+        assert_whole(*on_ranks(0, loaded_values, tmp_path)[0])
+
+
+def kill_often(directory, times):
+    """Copies of this process save in a loop until they are killed; how many generations they wrote."""
+    generator = random.Random(0)
+    for i in range(times):
+        child = os.fork()  # no time to start Python and torch again
+        if child == 0:
+            try:
+                save_for_ever(directory, asynchronous=i % 2 == 1)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 30
+        while not (directory / "latest").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0.0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert_whole(*loaded_values(directory))
+    return int(find_checkpoint(directory).name.removeprefix("checkpoint-"))
+
+
+def test_killed_fifty_times_there_is_always_a_checkpoint_that_loads(on_ranks, tmp_path):
+    assert on_ranks(0, kill_often, tmp_path, 50, seconds=120)[0] > 10
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (2, 1, 3, 2)])
