@@ -126,6 +126,10 @@ def launch(function: Callable[..., Any], nproc: int, *arguments: Any) -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Blocks from 2 MiB on are to be mapped, and unmapped when they are freed. By default glibc raises that threshold up
+    # to 32 MiB as soon as such blocks are freed; then layers and their gradients come from heaps that rarely shrink.
+    # The full-size model in bf16 on two processes: peak 2809 MiB instead of 3572. The C library reads it at start.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2 << 20))
     # A checkpoint may take longer than the half minute that the launcher gives its processes on a signal.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     settings = LaunchConfig(
