@@ -71,36 +71,23 @@ def test_training_step(benchmark, rival, experts):
     measure(benchmark, step, run, batch(model), torch.optim.SGD(model.parameters(), lr=1e-6))
 
 
-def held_mib(run, inputs, model) -> float:
-    """MiB that a forward keeps for backward: storages of saved tensors, each once, without the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held = {}
-
-    def see(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        output = run(**inputs)[0]
-    assert output.requires_grad
-    return sum(held.values()) / 2**20
-
-
 MEMORY = """
 import sys, torch
 sys.path.insert(0, {folder!r})
 from functools import partial
 from moe_zero.benchmarks.device import peak_mib
+from moe_zero.qformer import QFormerLayer
 from moe_zero.qformer.reference import qformer_reference
+from moe_zero.zero.plan import activation_bytes
 import test_qformer as t
 model = t.build({experts})
 run = partial(qformer_reference, model) if {reference} else model
 inputs, optimizer = t.batch(model), torch.optim.SGD(model.parameters(), lr=1e-6)
 t.step(run, inputs, optimizer)
 t.step(run, inputs, optimizer)
-print(peak_mib(), t.held_mib(run, inputs, model))
+peak = peak_mib()
+held = activation_bytes(model, QFormerLayer, lambda model: run(**inputs)[0])
+print(peak, sum(held.values()) / 2**20)
 """
 
 
