@@ -28,7 +28,7 @@ from moe_zero.recipes.prepare import Prepared, build_model, load_data_once, prep
 from moe_zero.recipes.processes import Processes, StopSignal, joined, launch, peak_memory_mib, return_freed_memory
 from moe_zero.recipes.progress import Reporter
 from moe_zero.recipes.retrieval import Retrieval, retrieve
-from moe_zero.zero import find_checkpoint, load_checkpoint, save_checkpoint, shard
+from moe_zero.zero import PendingSave, find_checkpoint, load_checkpoint, save_checkpoint_async, shard
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 MODEL, CHECKPOINTS = "model.safetensors", "checkpoints"
@@ -166,6 +166,7 @@ class Job:
             self.sharded.param_groups([{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]), lr=config.lr
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
+        self.saving: PendingSave | None = None
         torch.manual_seed(config.seed + 1 + processes.rank)  # dropout differs between ranks
 
     def resume(self) -> int:
@@ -183,13 +184,21 @@ class Job:
         return extra["step"]
 
     def save(self, step: int) -> None:
+        """Start writing a checkpoint; `wait_for_save` and the next one wait for it."""
         extra = {"step": step}
-        save_checkpoint(self.folder / CHECKPOINTS, self.sharded, self.optimizer, self.scheduler, extra)
+        self.saving = save_checkpoint_async(
+            self.folder / CHECKPOINTS, self.sharded, self.optimizer, self.scheduler, extra
+        )
+
+    def wait_for_save(self) -> None:
+        if self.saving is not None:
+            self.saving.wait()
 
     def fit(self, first: int, reporter: Reporter) -> bool:
         """Train from step ``first`` on; False if a signal ended it. Either way the last step has its checkpoint."""
         config, saved = self.config, first
         with contextlib.ExitStack() as stack:
+            stack.callback(self.wait_for_save)
             stop = stack.enter_context(StopSignal())
             report = stack.enter_context(reporter.steps(first, config.steps))
             metrics = None
