@@ -134,7 +134,7 @@ def cpu_extension() -> Extension:
         sources=[
             "csrc/ops.cpp",
             *VIEW_SOURCES,
-            *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/flat_cpu*.cpp")),
+            *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*_cpu*.cpp")),
         ],
         depends=HEADERS,
         libraries=["torch_cpu"],

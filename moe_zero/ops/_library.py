@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from moe_zero import _extensions
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -62,12 +64,100 @@ def promote(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
 _LIBRARY = torch.library.Library("moe_zero", "FRAGMENT")
 
 
-def register_autocast(op: torch.library.CustomOpDef, *, cast: Sequence[int] = ()) -> None:
-    """Run an operator with autocast off, so that nothing inside of it is rounded behind its back.
+class Operator:
+    """One operator of the namespace ``moe_zero``; called with the arguments of its schema.
 
-    The arguments at the positions ``cast`` (tensors or lists of them) are converted to autocast's dtype first, fp64
-    excepted; the others are taken as they are. torch's own ``register_autocast`` converts all, to one fixed dtype.
+    On the CPU it runs the C++ kernel that the compiled extension registers under the same name, or ``fallback`` where
+    there is no extension. ``torch.compile``, autocast, ``torch.func`` and dispatch modes see a ``torch.library``
+    operator; plain eager calls take a shorter way to the same kernel and the same backward formula, because the Python
+    that torch generates around an operator costs more than a small call itself.
+
+    Args:
+        schema: name, arguments and results, as in ``native_functions.yaml``.
+        fake: results without data.
+        cuda: kernel for CUDA tensors.
+        fallback: kernel for CPU tensors, in PyTorch.
+        setup_context, backward: as of ``torch.library.register_autograd``; without them, differentiating through the
+            operator is an error.
+        lists: whether an argument is a list of tensors that may need gradients. The short way has no place for those.
+        cast: positions of the arguments (tensors or lists of them) that autocast converts to its dtype, fp64 excepted.
+            The others are taken as they are, and nothing inside of the operator is rounded behind its back.
     """
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        fake: Callable,
+        cuda: Callable,
+        fallback: Callable,
+        setup_context: Callable | None = None,
+        backward: Callable | None = None,
+        lists: bool = False,
+        cast: Sequence[int] = (),
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self._operator = getattr(torch.ops.moe_zero, self.name).default
+        torch.library.register_fake(self._operator, fake, lib=_LIBRARY)
+        _LIBRARY.impl(self.name, cuda, "CUDA")
+        if _extensions.ops_cpu is None:
+            _LIBRARY.impl(self.name, fallback, "CPU")
+        for device in ("cpu", "cuda"):
+            _LIBRARY.impl(self.name, self._autocast_kernel(device, cast), f"Autocast{device.upper()}")
+        torch.library.register_autograd(
+            self._operator, backward or self._refuse, setup_context=setup_context, lib=_LIBRARY
+        )
+        differentiable = backward is not None
+        self._function = self._make_function(setup_context, backward) if differentiable and not lists else None
+
+    def __call__(self, *args):
+        if _plain_eager():
+            if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+                with torch._C._AutoDispatchBelowAutograd():
+                    return self._operator(*args)
+            if self._function is not None:
+                return self._function(*args)
+        return self._operator(*args)
+
+    def _make_function(self, setup_context: Callable, backward: Callable) -> Callable:
+        operator = self._operator
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *args):
+                with torch._C._AutoDispatchBelowAutograd():
+                    output = operator(*args)
+                setup_context(ctx, args, output)
+                return output
+
+        Function.backward = staticmethod(backward)
+        Function.__name__ = self.name
+        return Function.apply
+
+    def _autocast_kernel(self, device: str, cast: Sequence[int]) -> Callable:
+        def kernel(*args):
+            dtype = torch.get_autocast_dtype(device)
+            with torch.autocast(device, enabled=False):
+                return self._operator(*(_cast(arg, dtype) if i in cast else arg for i, arg in enumerate(args)))
+
+        return kernel
+
+    def _refuse(self, ctx, *grads):
+        raise RuntimeError(f"moe_zero::{self.name} cannot be differentiated: gradients of gradients are not available")
+
+
+def _plain_eager() -> bool:
+    """Whether nothing wants to see the operator between the caller and its kernel."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def register_autocast(op, *, cast: Sequence[int] = ()) -> None:
     name = op._qualname.removeprefix("moe_zero::")
     for device in ("cpu", "cuda"):
 

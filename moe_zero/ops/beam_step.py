@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_zero.ops._library import check_float, check_same_device, register_autocast, triton_kernels
+from moe_zero.ops._library import Operator, check_float, check_same_device, triton_kernels
 
 
 class BeamStep(NamedTuple):
@@ -84,8 +84,10 @@ def beam_step_reference(parent_scores_BJ, probs_PR, k, routes_BJL=None) -> BeamS
     return BeamStep(*map(torch.stack, zip(*steps, strict=True)))
 
 
-@torch.library.custom_op("moe_zero::beam_step", mutates_args=(), device_types="cpu")
-def _beam_step(
+# The operator proper. Where the package is compiled, csrc/beam_step_cpu.cpp runs in place of the CPU function here.
+
+
+def _beam_step_cpu(
     parent_scores_BJ: Tensor | None, probs_PR: Tensor, k: int, routes_BJL: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     P, R = probs_PR.shape
@@ -109,13 +111,11 @@ def _beam_step(
     return scores_BC[:, :k].contiguous(), parents_BK, experts_BK, routes_BKL.clone()
 
 
-@_beam_step.register_kernel("cuda")
-def _(parent_scores_BJ, probs_PR, k, routes_BJL):
+def _beam_step_cuda(parent_scores_BJ, probs_PR, k, routes_BJL):
     return triton_kernels("beam").beam_step(parent_scores_BJ, probs_PR, k, routes_BJL)
 
 
-@_beam_step.register_fake
-def _(parent_scores_BJ, probs_PR, k, routes_BJL):
+def _beam_step_fake(parent_scores_BJ, probs_PR, k, routes_BJL):
     B = probs_PR.shape[0] if parent_scores_BJ is None else parent_scores_BJ.shape[0]
     L = 0 if routes_BJL is None else routes_BJL.shape[2]
     dtype = torch.float64 if probs_PR.dtype == torch.float64 else torch.float32
@@ -123,4 +123,9 @@ def _(parent_scores_BJ, probs_PR, k, routes_BJL):
     return probs_PR.new_empty(B, k, dtype=dtype), *ids
 
 
-register_autocast(_beam_step)
+_beam_step = Operator(
+    "beam_step(Tensor? parent_scores, Tensor probs, int k, Tensor? routes) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_beam_step_fake,
+    cuda=_beam_step_cuda,
+    fallback=_beam_step_cpu,
+)

@@ -5,15 +5,10 @@ Legend of shape suffixes: T tokens, K experts per token, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from moe_zero.ops._library import accumulate_dtype, check_float, check_same_device, register_autocast, triton_kernels
-
-ROWS_PER_BLOCK = 256
-"""Tokens that the CPU implementation takes at a time, so that they stay in cache from the sum to the LayerNorm."""
+from moe_zero.ops._library import Operator, accumulate_dtype, check_float, check_same_device, triton_kernels
 
 
 def combine(
@@ -77,8 +72,10 @@ def _out_dtype(y_TKD: Tensor, residual_TD: Tensor | None) -> torch.dtype:
     return y_TKD.dtype if residual_TD is None else torch.promote_types(y_TKD.dtype, residual_TD.dtype)
 
 
-@torch.library.custom_op("moe_zero::combine", mutates_args=(), device_types="cpu")
-def _combine(
+# The operators proper. Where the package is compiled, csrc/combine_cpu.cpp runs in place of the two CPU functions here.
+
+
+def _combine_cpu(
     y_TKD: Tensor,
     weights_TK: Tensor | None,
     residual_TD: Tensor | None,
@@ -87,55 +84,38 @@ def _combine(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and mean and reciprocal standard deviation of each row [T], empty without LayerNorm."""
-    T, _, D = y_TKD.shape
-    out_TD = y_TKD.new_empty(T, D, dtype=_out_dtype(y_TKD, residual_TD))
-    dtype = accumulate_dtype(out_TD)
-    mean_T, rstd_T = (y_TKD.new_empty(0 if norm_weight_D is None else T, dtype=dtype) for _ in range(2))
-    weight, bias = (None if p is None else p.to(dtype) for p in (norm_weight_D, norm_bias_D))
-    for rows in _row_blocks(T):
-        z = _weighted_sum(y_TKD, weights_TK, residual_TD, rows, dtype)
-        if norm_weight_D is not None:
-            z, mean, rstd = torch.native_layer_norm(z, [D], weight, bias, eps)
-            mean_T[rows], rstd_T[rows] = mean.squeeze(1), rstd.squeeze(1)
-        out_TD[rows] = z
-    return out_TD, mean_T, rstd_T
+    out_dtype = _out_dtype(y_TKD, residual_TD)
+    dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
+    z_TD = _weighted_sum(y_TKD, weights_TK, residual_TD, dtype)
+    if norm_weight_D is None:
+        return z_TD.to(out_dtype), z_TD.new_empty(0), z_TD.new_empty(0)
+    weight_D, bias_D = (None if p is None else p.to(dtype) for p in (norm_weight_D, norm_bias_D))
+    out_TD, mean_T1, rstd_T1 = torch.native_layer_norm(z_TD, z_TD.shape[1:], weight_D, bias_D, eps)
+    return out_TD.to(out_dtype), mean_T1.squeeze(1), rstd_T1.squeeze(1)
 
 
-def _row_blocks(T: int) -> list[slice]:
-    return [slice(begin, min(begin + ROWS_PER_BLOCK, T)) for begin in range(0, T, ROWS_PER_BLOCK)]
+def _weighted_sum(y_TKD, weights_TK, residual_TD, dtype: torch.dtype) -> Tensor:
+    """What the LayerNorm sees; always a tensor of its own."""
+    y_TKD = y_TKD.to(dtype)
+    z_TD = y_TKD.sum(1) if weights_TK is None else (weights_TK.to(dtype).unsqueeze(-1) * y_TKD).sum(1)
+    return z_TD if residual_TD is None else z_TD.add_(residual_TD)
 
 
-def _weighted_sum(y_TKD, weights_TK, residual_TD, rows: slice, dtype: torch.dtype) -> Tensor:
-    """What the LayerNorm sees of some rows; always a tensor of its own."""
-    y_nKD = y_TKD[rows].to(dtype)
-    if weights_TK is None:
-        z_nD = y_nKD.sum(1)
-    else:
-        weights_nK = weights_TK[rows].to(dtype)
-        z_nD = y_nKD[:, 0] * weights_nK[:, :1]
-        for k in range(1, y_nKD.shape[1]):
-            z_nD.addcmul_(y_nKD[:, k], weights_nK[:, k : k + 1])
-    return z_nD if residual_TD is None else z_nD.add_(residual_TD[rows])
-
-
-@_combine.register_kernel("cuda")
-def _(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, eps):
+def _combine_cuda(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, eps):
     out_dtype = _out_dtype(y_TKD, residual_TD)
     return triton_kernels("combine").combine_forward(
         y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, eps, out_dtype
     )
 
 
-@_combine.register_fake
-def _(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, eps):
+def _combine_fake(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, eps):
     T, _, D = y_TKD.shape
     out_TD = y_TKD.new_empty(T, D, dtype=_out_dtype(y_TKD, residual_TD))
     stats = [out_TD.new_empty(0 if norm_weight_D is None else T, dtype=accumulate_dtype(out_TD)) for _ in range(2)]
     return out_TD, *stats
 
 
-@torch.library.custom_op("moe_zero::combine_backward", mutates_args=(), device_types="cpu")
-def _combine_backward(
+def _combine_backward_cpu(
     grad_TD: Tensor,
     y_TKD: Tensor,
     weights_TK: Tensor | None,
@@ -144,51 +124,40 @@ def _combine_backward(
     norm_bias_D: Tensor | None,
     mean_T: Tensor,
     rstd_T: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of y, weights, residual, norm weight and norm bias, each empty where ``needs`` is false."""
-    (T, _, D), dtype = y_TKD.shape, accumulate_dtype(grad_TD)
+    needs: int,
+) -> tuple[Tensor, ...]:
+    """Gradients of y, weights, residual, norm weight and norm bias, each empty where its bit in ``needs`` is 0."""
+    dtype = accumulate_dtype(grad_TD)
     grads = _empty_gradients(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, needs)
-    grad_y_TKD, grad_weights_TK, grad_residual_TD, grad_norm_weight_D, grad_norm_bias_D = grads
-    normalized = norm_weight_D is not None
-    if normalized:
-        norm_weight_D = norm_weight_D.to(dtype)
-        sums_D = torch.zeros(2, D, dtype=dtype)
-    for rows in _row_blocks(T):
-        grad_nD = grad_TD[rows].to(dtype)
-        if normalized:
-            z_nD = _weighted_sum(y_TKD, weights_TK, residual_TD, rows, dtype)
-            mean_n1, rstd_n1 = mean_T[rows].unsqueeze(1), rstd_T[rows].unsqueeze(1)
-            grad_nD, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-                grad_nD.contiguous(), z_nD, [D], mean_n1, rstd_n1, norm_weight_D, norm_weight_D, [True, True, True]
-            )
-            sums_D[0] += grad_weight
-            sums_D[1] += grad_bias
-        if needs[0]:
-            grad_y_TKD[rows] = grad_nD.unsqueeze(1)
-            if weights_TK is not None:
-                grad_y_TKD[rows] = grad_nD.unsqueeze(1) * weights_TK[rows].to(dtype).unsqueeze(2)
-        if needs[1]:
-            grad_weights_TK[rows] = torch.linalg.vecdot(y_TKD[rows].to(dtype), grad_nD.unsqueeze(1))
-        if needs[2]:
-            grad_residual_TD[rows] = grad_nD
-    if needs[3]:
-        grad_norm_weight_D.copy_(sums_D[0])
-    if needs[4]:
-        grad_norm_bias_D.copy_(sums_D[1])
+    grad_y_TKD, grad_weights_TK, grad_residual_TD, *grad_norm = grads
+    inner_TD = grad_TD.to(dtype).contiguous()
+    if norm_weight_D is not None:
+        z_TD = _weighted_sum(y_TKD, weights_TK, residual_TD, dtype)
+        weight_D = norm_weight_D.to(dtype)
+        inner_TD, *sums = torch.ops.aten.native_layer_norm_backward(
+            inner_TD, z_TD, z_TD.shape[1:], mean_T[:, None], rstd_T[:, None], weight_D, weight_D, [True, True, True]
+        )
+        for grad_D, sum_D in zip(grad_norm, sums, strict=True):
+            if grad_D.numel():
+                grad_D.copy_(sum_D)
+    if needs & 1:
+        weights_TK1 = 1 if weights_TK is None else weights_TK.to(dtype).unsqueeze(-1)
+        grad_y_TKD.copy_(inner_TD.unsqueeze(1) * weights_TK1)
+    if needs & 2:
+        grad_weights_TK.copy_((y_TKD.to(dtype) * inner_TD.unsqueeze(1)).sum(-1))
+    if needs & 4:
+        grad_residual_TD.copy_(inner_TD)
     return grads
 
 
 def _empty_gradients(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, needs) -> tuple[Tensor, ...]:
     tensors = (y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D)
     return tuple(
-        tensor.new_empty(tensor.shape) if need else y_TKD.new_empty(0)
-        for tensor, need in zip(tensors, needs, strict=True)
+        tensor.new_empty(tensor.shape) if needs >> i & 1 else y_TKD.new_empty(0) for i, tensor in enumerate(tensors)
     )
 
 
-@_combine_backward.register_kernel("cuda")
-def _(grad_TD, y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, needs):
+def _combine_backward_cuda(grad_TD, y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, needs):
     grads = _empty_gradients(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, needs)
     triton_kernels("combine").combine_backward(
         grad_TD, y_TKD, weights_TK, residual_TD, norm_weight_D, mean_T, rstd_T, grads
@@ -196,8 +165,7 @@ def _(grad_TD, y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, mean_
     return grads
 
 
-@_combine_backward.register_fake
-def _(grad_TD, y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, needs):
+def _combine_backward_fake(grad_TD, y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, needs):
     return _empty_gradients(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, needs)
 
 
@@ -212,11 +180,24 @@ def _backward(ctx, grad_TD, _mean, _rstd):
     *tensors, mean_T, rstd_T = ctx.saved_tensors
     tensors = iter(tensors)
     inputs = [next(tensors) if present else None for present in ctx.present]
-    needs = list(ctx.needs_input_grad[:5])
+    needs = sum(need << i for i, need in enumerate(ctx.needs_input_grad[:5]))
     grads = _combine_backward(grad_TD, *inputs, mean_T, rstd_T, needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
+    return *(grad if needs >> i & 1 else None for i, grad in enumerate(grads)), None
 
 
-_combine.register_autograd(_backward, setup_context=_setup_context)
-register_autocast(_combine)
-register_autocast(_combine_backward)
+_combine_backward = Operator(
+    "combine_backward(Tensor grad, Tensor y, Tensor? weights, Tensor? residual, Tensor? norm_weight, "
+    "Tensor? norm_bias, Tensor mean, Tensor rstd, int needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_combine_backward_fake,
+    cuda=_combine_backward_cuda,
+    fallback=_combine_backward_cpu,
+)
+_combine = Operator(
+    "combine(Tensor y, Tensor? weights, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, float eps) "
+    "-> (Tensor, Tensor, Tensor)",
+    fake=_combine_fake,
+    cuda=_combine_cuda,
+    fallback=_combine_cpu,
+    setup_context=_setup_context,
+    backward=_backward,
+)

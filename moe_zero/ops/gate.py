@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_zero.ops._library import accumulate_dtype, check_float, check_same_device, register_autocast, triton_kernels
+from moe_zero.ops._library import Operator, accumulate_dtype, check_float, check_same_device, triton_kernels
 
 
 class GateOutput(NamedTuple):
@@ -80,15 +80,15 @@ def gate_reference(x: Tensor, router_ED: Tensor, k: int, *, renormalize: bool = 
     return GateOutput(weights_TK, ids_TK, probs_TE, counts_E, probs_TE.sum(0), logits_TE.logsumexp(1))
 
 
-@torch.library.custom_op("moe_zero::gate", mutates_args=(), device_types="cpu")
-def _gate(
-    x_TQD: Tensor, router_ED: Tensor, k: int, renormalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+# The operators proper. Where the package is compiled, csrc/gate_cpu.cpp runs in place of the two CPU functions here.
+
+
+def _gate_cpu(x_TQD: Tensor, router_ED: Tensor, k: int, renormalize: bool) -> tuple[Tensor, ...]:
     dtype = accumulate_dtype(x_TQD, router_ED)
     logits_TE = _mean_rows(x_TQD, dtype) @ router_ED.to(dtype).T
     logsumexp_T = logits_TE.logsumexp(1)
     probs_TE = logits_TE.softmax(1)
-    ids_TK = _stable_topk(logits_TE, k)
+    ids_TK = logits_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
     weights_TK = probs_TE.gather(1, ids_TK)
     if renormalize:
         weights_TK /= weights_TK.sum(1, keepdim=True)
@@ -100,26 +100,11 @@ def _mean_rows(x_TQD: Tensor, dtype: torch.dtype) -> Tensor:
     return x_TQD.squeeze(1).to(dtype) if x_TQD.shape[1] == 1 else x_TQD.mean(1, dtype=dtype)
 
 
-def _stable_topk(logits_TE: Tensor, k: int) -> Tensor:
-    if k > 2:
-        return logits_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
-    # max returns the first of equal values and treats NaN as the largest, like the sort, at a fraction of its time.
-    first_T = logits_TE.max(dim=1).indices
-    if k == 1:
-        return first_T.unsqueeze(1)
-    rest_TE = logits_TE.scatter(1, first_T.unsqueeze(1), float("-inf"))
-    second_T = rest_TE.max(dim=1).indices
-    # Where all that remains is -inf, the first of them is the masked expert itself if that is number 0.
-    return torch.stack([first_T, torch.where(second_T == first_T, 1, second_T)], 1)
-
-
-@_gate.register_kernel("cuda")
-def _(x_TQD, router_ED, k, renormalize):
+def _gate_cuda(x_TQD, router_ED, k, renormalize):
     return triton_kernels("gate").gate_forward(x_TQD, router_ED, k, renormalize)
 
 
-@_gate.register_fake
-def _(x_TQD, router_ED, k, renormalize):
+def _gate_fake(x_TQD, router_ED, k, renormalize):
     T, E = x_TQD.shape[0], router_ED.shape[0]
     dtype = accumulate_dtype(x_TQD, router_ED)
     return (
@@ -132,18 +117,23 @@ def _(x_TQD, router_ED, k, renormalize):
     )
 
 
-@torch.library.custom_op("moe_zero::gate_backward", mutates_args=(), device_types="cpu")
-def _gate_backward(
-    grad_weights_TK: Tensor,
-    grad_probs_TE: Tensor,
-    grad_importance_E: Tensor,
-    grad_logsumexp_T: Tensor,
+def _gate_backward_cpu(
+    grad_weights_TK: Tensor | None,
+    grad_probs_TE: Tensor | None,
+    grad_importance_E: Tensor | None,
+    grad_logsumexp_T: Tensor | None,
     x_TQD: Tensor,
     router_ED: Tensor,
     ids_TK: Tensor,
     probs_TE: Tensor,
     renormalize: bool,
+    needs_x: bool,
+    needs_router: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Gradients of x and router, each empty where it is not needed."""
+    grad_weights_TK, grad_probs_TE, grad_importance_E, grad_logsumexp_T = _zeros_for_none(
+        grad_weights_TK, grad_probs_TE, grad_importance_E, grad_logsumexp_T, ids_TK, probs_TE
+    )
     T, Q, D = x_TQD.shape
     if renormalize:
         chosen_TK = probs_TE.gather(1, ids_TK)
@@ -154,21 +144,23 @@ def _gate_backward(
     mean_T1 = (probs_TE * grad_TE).sum(1, keepdim=True)
     grad_logits_TE = grad_TE.sub_(mean_T1).add_(grad_logsumexp_T.unsqueeze(1)).mul_(probs_TE)
 
-    # Dividing the E-wide operand by Q spares a pass over the D-wide result.
-    grad_x_TQD = ((grad_logits_TE / Q) @ router_ED.to(grad_logits_TE.dtype)).to(x_TQD.dtype).unsqueeze(1)
-    if Q > 1:
-        grad_x_TQD = grad_x_TQD.expand(T, Q, D).contiguous()
-    grad_router_ED = grad_logits_TE.T @ _mean_rows(x_TQD, grad_logits_TE.dtype)
-    return grad_x_TQD, grad_router_ED.to(router_ED.dtype)
+    grad_x_TQD, grad_router_ED = x_TQD.new_empty(0), router_ED.new_empty(0)
+    if needs_x:
+        grad_x_TQD = ((grad_logits_TE / Q) @ router_ED.to(grad_logits_TE.dtype)).to(x_TQD.dtype)
+        grad_x_TQD = grad_x_TQD.unsqueeze(1).expand(T, Q, D).contiguous()
+    if needs_router:
+        grad_router_ED = (grad_logits_TE.T @ _mean_rows(x_TQD, grad_logits_TE.dtype)).to(router_ED.dtype)
+    return grad_x_TQD, grad_router_ED
 
 
-@_gate_backward.register_kernel("cuda")
-def _(*args):
-    return triton_kernels("gate").gate_backward(*args)
+def _zeros_for_none(weights_TK, probs_TE, importance_E, logsumexp_T, ids_TK, like_TE) -> tuple[Tensor, ...]:
+    """The gradients of the results, with zeros for those that nobody used."""
+    (T, E), K = like_TE.shape, ids_TK.shape[1]
+    grads = ((weights_TK, (T, K)), (probs_TE, (T, E)), (importance_E, (E,)), (logsumexp_T, (T,)))
+    return tuple(like_TE.new_zeros(shape) if grad is None else grad for grad, shape in grads)
 
 
-@_gate_backward.register_fake
-def _(
+def _gate_backward_cuda(
     grad_weights_TK,
     grad_probs_TE,
     grad_importance_E,
@@ -178,22 +170,66 @@ def _(
     ids_TK,
     probs_TE,
     renormalize,
+    needs_x,
+    needs_router,
 ):
-    return x_TQD.new_empty(x_TQD.shape), router_ED.new_empty(router_ED.shape)
+    grads = _zeros_for_none(grad_weights_TK, grad_probs_TE, grad_importance_E, grad_logsumexp_T, ids_TK, probs_TE)
+    grad_x_TQD, grad_router_ED = triton_kernels("gate").gate_backward(
+        *grads, x_TQD, router_ED, ids_TK, probs_TE, renormalize
+    )
+    return (
+        grad_x_TQD if needs_x else x_TQD.new_empty(0),
+        grad_router_ED if needs_router else router_ED.new_empty(0),
+    )
+
+
+def _gate_backward_fake(
+    grad_weights_TK,
+    grad_probs_TE,
+    grad_importance_E,
+    grad_logsumexp_T,
+    x_TQD,
+    router_ED,
+    ids_TK,
+    probs_TE,
+    renormalize,
+    needs_x,
+    needs_router,
+):
+    return (
+        x_TQD.new_empty(x_TQD.shape if needs_x else 0),
+        router_ED.new_empty(router_ED.shape if needs_router else 0),
+    )
 
 
 def _setup_context(ctx, inputs, output):
     x_TQD, router_ED, _, ctx.renormalize = inputs
     _, ids_TK, probs_TE, counts_E, _, _ = output
     ctx.mark_non_differentiable(ids_TK, counts_E)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_TQD, router_ED, ids_TK, probs_TE)
 
 
 def _backward(ctx, grad_weights_TK, _ids, grad_probs_TE, _counts, grad_importance_E, grad_logsumexp_T):
+    needs_x, needs_router = ctx.needs_input_grad[:2]
     grads = (grad_weights_TK, grad_probs_TE, grad_importance_E, grad_logsumexp_T)
-    return *_gate_backward(*grads, *ctx.saved_tensors, ctx.renormalize), None, None
+    grad_x, grad_router = _gate_backward(*grads, *ctx.saved_tensors, ctx.renormalize, needs_x, needs_router)
+    return grad_x if needs_x else None, grad_router if needs_router else None, None, None
 
 
-_gate.register_autograd(_backward, setup_context=_setup_context)
-register_autocast(_gate)
-register_autocast(_gate_backward)
+_gate_backward = Operator(
+    "gate_backward(Tensor? grad_weights, Tensor? grad_probs, Tensor? grad_importance, Tensor? grad_logsumexp, "
+    "Tensor x, Tensor router, Tensor ids, Tensor probs, bool renormalize, bool needs_x, bool needs_router) "
+    "-> (Tensor, Tensor)",
+    fake=_gate_backward_fake,
+    cuda=_gate_backward_cuda,
+    fallback=_gate_backward_cpu,
+)
+_gate = Operator(
+    "gate(Tensor x, Tensor router, int k, bool renormalize) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_gate_fake,
+    cuda=_gate_cuda,
+    fallback=_gate_cpu,
+    setup_context=_setup_context,
+    backward=_backward,
+)

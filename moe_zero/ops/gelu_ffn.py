@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from moe_zero.ops._library import (
+    Operator,
     accumulate_dtype,
     check_float,
     check_same_device,
     promote,
-    register_autocast,
     triton_kernels,
 )
 
@@ -165,11 +165,11 @@ def _run(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, approximate, recompute):
 
 # The operator proper. Beside y it returns what the backward pass needs: the pre-activations [N, F] in sorted order
 # (empty without `save`), the pair t * K + k at each sorted place [N], and the place where each expert begins [E + 1].
-# In the dense form place e * T + t is expert e on row t, and the last two are empty.
+# In the dense form place e * T + t is expert e on row t, and the last two are empty. Where the package is compiled,
+# csrc/gelu_ffn_cpu.cpp runs in place of the two CPU functions here.
 
 
-@torch.library.custom_op("moe_zero::gelu_ffn", mutates_args=(), device_types="cpu")
-def _gelu_ffn(
+def _gelu_ffn_cpu(
     x_TD: Tensor,
     ids_TK: Tensor | None,
     weights_TK: Tensor | None,
@@ -297,8 +297,7 @@ class _Groups:
         return torch.nn.functional.embedding_bag(place_N.view(-1, self.experts_per_token), y_ND, mode="sum")
 
 
-@_gelu_ffn.register_fake
-def _(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, tanh, save):
+def _gelu_ffn_fake(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, tanh, save):
     (T, D), E, F = x_TD.shape, num_experts(w1), w1[0].shape[-2]
     dense = ids_TK is None
     N = E * T if dense else ids_TK.numel()
@@ -310,8 +309,7 @@ def _(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, tanh, save):
     )
 
 
-@torch.library.custom_op("moe_zero::gelu_ffn_backward", mutates_args=(), device_types="cpu")
-def _gelu_ffn_backward(
+def _gelu_ffn_backward_cpu(
     grad_y: Tensor,
     x_TD: Tensor,
     weights_TK: Tensor | None,
@@ -326,9 +324,10 @@ def _gelu_ffn_backward(
     experts_per_token: int,
     tanh: bool,
     saved: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weights, w1, b1, w2, b2 (stacked), each empty where ``needs`` is false."""
+    needs: int,
+) -> tuple[Tensor, ...]:
+    """Gradients of x, weights, w1, b1, w2, b2 (stacked), each empty where its bit in ``needs`` is 0."""
+    needs = _flags(needs)
     (T, D), E, F = x_TD.shape, num_experts(w1), w1[0].shape[-2]
     groups = _Groups.dense(T, E) if dense else _Groups.sparse(order_N, offsets_E, experts_per_token)
     N, longest = groups.offsets[-1], groups.longest
@@ -398,8 +397,11 @@ def _gelu_ffn_backward(
     return grad_x_TD, grad_weights_TK, grad_w1_EFD, grad_b1_EF, grad_w2_EDF, grad_b2_ED
 
 
-@_gelu_ffn_backward.register_fake
-def _(
+def _flags(needs: int) -> list[bool]:
+    return [bool(needs >> i & 1) for i in range(6)]
+
+
+def _gelu_ffn_backward_fake(
     grad_y,
     x_TD,
     weights_TK,
@@ -417,6 +419,7 @@ def _(
     needs,
 ):
     (T, D), E, F = x_TD.shape, num_experts(w1), w1[0].shape[-2]
+    needs = _flags(needs)
     shapes = ((T, D), None, (E, F, D), (E, F), (E, D, F), (E, D))
     grads = [x_TD.new_empty(shape if need and shape else 0) for shape, need in zip(shapes, needs, strict=True)]
     if needs[1]:
@@ -424,14 +427,12 @@ def _(
     return tuple(grads)
 
 
-@_gelu_ffn.register_kernel("cuda")
-def _(*args):
+def _gelu_ffn_cuda(*args):
     return triton_kernels("ffn").gelu_ffn_forward(*args)
 
 
-@_gelu_ffn_backward.register_kernel("cuda")
-def _(*args):
-    return triton_kernels("ffn").gelu_ffn_backward(*args)
+def _gelu_ffn_backward_cuda(*args):
+    return triton_kernels("ffn").gelu_ffn_backward(*args[:-1], _flags(args[-1]))
 
 
 def _setup_context(ctx, inputs, output):
@@ -468,7 +469,7 @@ def _backward(ctx, grad_y, *_):
         ctx.experts_per_token,
         ctx.tanh,
         ctx.saved,
-        needs,
+        sum(need << i for i, need in enumerate(needs)),
     )
     lists = [unstack(grad, length, need) for grad, length, need in zip(grads, ctx.lengths, needs_lists, strict=True)]
     return grad_x if needs_x else None, None, grad_weights if needs_weights else None, *lists, None, None
@@ -480,6 +481,23 @@ def unstack(grad: Tensor, length: int, needs: Sequence[bool]) -> list[Tensor | N
     return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
 
-_gelu_ffn.register_autograd(_backward, setup_context=_setup_context)
-register_autocast(_gelu_ffn, cast=(0, 3, 4, 5, 6))  # x and the parameters, not the token weights
-register_autocast(_gelu_ffn_backward)
+_gelu_ffn_backward = Operator(
+    "gelu_ffn_backward(Tensor grad, Tensor x, Tensor? weights, Tensor[] w1, Tensor[] b1, Tensor[] w2, Tensor[] b2, "
+    "Tensor pre, Tensor order, Tensor offsets, bool dense, int experts_per_token, bool tanh, bool saved, int needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_gelu_ffn_backward_fake,
+    cuda=_gelu_ffn_backward_cuda,
+    fallback=_gelu_ffn_backward_cpu,
+    lists=True,
+)
+_gelu_ffn = Operator(
+    "gelu_ffn(Tensor x, Tensor? ids, Tensor? weights, Tensor[] w1, Tensor[] b1, Tensor[] w2, Tensor[] b2, bool tanh, "
+    "bool save) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_gelu_ffn_fake,
+    cuda=_gelu_ffn_cuda,
+    fallback=_gelu_ffn_cpu,
+    setup_context=_setup_context,
+    backward=_backward,
+    lists=True,
+    cast=(0, 3, 4, 5, 6),  # x and the parameters, not the token weights
+)

@@ -61,7 +61,9 @@ def test_mean_over_the_rows_of_a_sequence(device, B, Q, D, renormalize):
 
 
 def test_wide_rows(device):
-    check(*inputs(3, 8192, E=8, device=device), 2, True)
+    x, router = (t.detach() for t in inputs(3, 8192, E=8, device=device))
+    router /= 90  # logits of order one: fp32 holds those of order 90 to no better than 1e-5
+    check(x.requires_grad_(), router.requires_grad_(), 2, True)
 
 
 def test_router_in_fp32_with_tokens_in_bf16(device):
