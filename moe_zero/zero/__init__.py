@@ -6,6 +6,7 @@ from moe_zero.zero.flat_layer import FROZEN_PARAMS_IDX, TRAINING_PARAMS_IDX
 from moe_zero.zero.generations import find_checkpoint
 from moe_zero.zero.layer import Zero3Layer
 from moe_zero.zero.model import ShardedModel, shard
+from moe_zero.zero.safetensors import export_safetensors, load_safetensors
 from moe_zero.zero.sequential import Zero3Sequential
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "Traffic",
     "Zero3Layer",
     "Zero3Sequential",
+    "export_safetensors",
     "find_checkpoint",
     "load_checkpoint",
+    "load_safetensors",
     "save_checkpoint",
     "save_checkpoint_async",
     "shard",

@@ -144,17 +144,32 @@ class ShardedModule(nn.Module):
         """
         wanted = not rank0_only or self.comm.rank == 0
         state: dict[str, Tensor] = {}
-        for layer in self.flat_layers:
-            values = layer.gather_values()
+        for name, value in self.full_tensors():
             if wanted:
-                for slot, value in zip(layer.slots, values, strict=True):
-                    value = value.to(device)
-                    state.update((name, value) for name in slot.names)
-        if not wanted:
-            return {}
+                state[name] = value.to(device)
+        return {name: state[name] for name in self._state_names if wanted}
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters, layer by layer, and persistent buffers, by their unsharded names, as new tensors on the
+        device. Collective: every rank goes through all of them. Memory of a layer lasts as long as the caller keeps
+        it."""
+        for layer in self.flat_layers:
+            for slot, value in zip(layer.slots, layer.gather_values(), strict=True):
+                for name in slot.names:
+                    yield name, value
         for name, owner, attribute in self._buffer_names:
-            state[name] = owner._buffers[attribute].to(device, copy=True)
-        return {name: state[name] for name in self._state_names}
+            yield name, owner._buffers[attribute].clone()
+
+    def full_shapes(self) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+        """Name, shape and dtype of what :meth:`full_tensors` gives, in the same order."""
+        for layer in self.flat_layers:
+            for slot in layer.slots:
+                for name in slot.names:
+                    yield name, slot.placeholder.shape, layer.dtype
+        for name, owner, attribute in self._buffer_names:
+            buffer = owner._buffers[attribute]
+            yield name, buffer.shape, buffer.dtype
 
     @torch.no_grad()
     def load_state_dict_full(
@@ -197,22 +212,19 @@ class ShardedModule(nn.Module):
     def _compare_state(self, state: Mapping[str, Tensor] | None, strict: bool) -> tuple[list[str], list[str]]:
         if state is None:
             raise TypeError("state is None on rank 0, whose values count; pass the unsharded state dict there")
-        shapes = {
-            name: tuple(slot.placeholder.shape)
-            for layer in self.flat_layers
-            for slot in layer.slots
-            for name in slot.names
-        }
-        shapes |= {name: tuple(owner._buffers[attribute].shape) for name, owner, attribute in self._buffer_names}
+        shapes = {name: tuple(shape) for name, shape, _ in self.full_shapes()}
         missing = [name for name in self._state_names if name not in state]
         unexpected = [name for name in state if name not in shapes]
         if strict and (missing or unexpected):
             raise ValueError(
                 f"state lacks {missing} and has {unexpected}, which the model has not; strict=False allows both"
             )
+        stored = getattr(state, "shapes", None)  # of tensors that are read when they are asked for
         for name, shape in shapes.items():
-            if name in state and tuple(state[name].shape) != shape:
-                raise ValueError(f"state[{name!r}] has shape {tuple(state[name].shape)}; the model has {shape}")
+            if name in state:
+                given = tuple(state[name].shape if stored is None else stored[name])
+                if given != shape:
+                    raise ValueError(f"state[{name!r}] has shape {given}; the model has {shape}")
         return missing, unexpected
 
     def state_dict(
