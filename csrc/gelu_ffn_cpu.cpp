@@ -1,118 +1,16 @@
 // Operators moe_zero::gelu_ffn and gelu_ffn_backward on the CPU; schemas and definition are in moe_zero/ops/gelu_ffn.py.
 //
-// Products are torch's (MKL, oneDNN), but for a handful of fp32 rows, where packing the weights would cost more than the
-// product. Everything between two products is one pass over memory.
+// Everything between two products is one pass over memory.
 //
 // T tokens, D hidden size, F FFN width, E experts, K experts per token, N = T * K pairs of a token and an expert (E * T
 // in the dense form), n rows of one expert. C is fp32, or fp64 for fp64 tensors.
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-
-#include <cstring>
-#include <string>
-
-#include "torch_rows.h"
+#include "expert_products.h"
 
 namespace moe_zero {
 namespace {
 
-using Tensors = std::vector<Tensor>;
-
-// Rows of an expert up to which the products are ours.
-constexpr int64_t kFewRows = 32;
 // Rows of a chunk, the unit of work between products.
 constexpr int64_t kChunk = 16;
-
-// `offset` counts from the tensor's own first element.
-Tensor view_at(const Tensor& tensor, int64_t offset, const std::vector<int64_t>& sizes,
-               const std::vector<int64_t>& strides) {
-  AtenTensorHandle out;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-      tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &out));
-  return Tensor(out);
-}
-
-// Rows [begin, begin + n) of a matrix.
-Tensor row_range(const Tensor& matrix, int64_t begin, int64_t n) {
-  return view_at(matrix, begin * matrix.stride(0), {n, matrix.size(1)}, {matrix.stride(0), matrix.stride(1)});
-}
-
-Tensor transposed(const Tensor& matrix) {
-  return view_at(matrix, 0, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
-}
-
-int64_t num_experts(const Tensors& weights) {
-  return weights.size() == 1 ? weights[0].size(0) : static_cast<int64_t>(weights.size());
-}
-
-// The parameter of one expert, from a stacked tensor or from one of the list.
-Tensor expert(const Tensors& weights, int64_t e) {
-  if (weights.size() > 1) return weights[e];
-  const Tensor& all = weights[0];
-  const auto sizes = all.sizes(), strides = all.strides();
-  return view_at(all, e * all.stride(0), {sizes.begin() + 1, sizes.end()}, {strides.begin() + 1, strides.end()});
-}
-
-void mm(const Tensor& a, const Tensor& b, const Tensor& out) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
-}
-
-bool dense_rows(const Tensor& matrix) { return matrix.stride(1) == 1 || matrix.size(1) == 1; }
-
-template <typename C>
-bool few_rows(const Tensor& x, const Tensor& w) {
-  return std::is_same_v<C, float> && dtype_code(x) == aoti_torch_dtype_float32() && x.size(0) <= kFewRows &&
-         dense_rows(x) && dense_rows(w);
-}
-
-// out = x w^T + b: [n, in] times [out, in].
-template <typename C>
-void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
-  if (few_rows<C>(x, w)) {
-    const int64_t n = x.size(0), width = w.size(0), inner = w.size(1);
-    const MoeKernels<C>& kernels = moe_kernels<C>();
-    const Dense<C> bias(b);
-    const C* rows = static_cast<const C*>(x.const_data_ptr());
-    const C* weights = static_cast<const C*>(w.const_data_ptr());
-    C* const target = static_cast<C*>(out.mutable_data_ptr());
-    constexpr int64_t kBlock = 16;
-    parallel((width + kBlock - 1) / kBlock, kBlock * inner, [&](int64_t begin, int64_t end) {
-      const int64_t first = begin * kBlock, count = std::min(width, end * kBlock) - first;
-      kernels.dot_rows(rows, x.stride(0), n, weights + first * w.stride(0), w.stride(0), count, inner, target + first,
-                       width);
-      for (int64_t i = 0; bias && i < n; ++i) {
-        kernels.add_scaled(bias.get() + first, 1, count, target + i * width + first);
-      }
-    });
-    return;
-  }
-  if (!b) return mm(x, transposed(w), out);
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_cpu_addmm_out(out.get(), b->get(), x.get(), transposed(w).get(), 1.0, 1.0));
-}
-
-// out = x w: [n, out] times [out, in], the gradient of what goes into `affine`.
-template <typename C>
-void affine_backward(const Tensor& x, const Tensor& w, const Tensor& out) {
-  if (!few_rows<C>(x, w)) return mm(x, w, out);
-  const int64_t n = x.size(0), inner = w.size(0), width = w.size(1);
-  const MoeKernels<C>& kernels = moe_kernels<C>();
-  const C* rows = static_cast<const C*>(x.const_data_ptr());
-  const C* weights = static_cast<const C*>(w.const_data_ptr());
-  C* const target = static_cast<C*>(out.mutable_data_ptr());
-  constexpr int64_t kBlock = 64;
-  parallel((width + kBlock - 1) / kBlock, kBlock * inner, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kBlock, count = std::min(width, end * kBlock) - first;
-    kernels.outer_rows(rows, x.stride(0), 1, n, inner, weights + first, w.stride(0), count, target + first, width, false);
-  });
-}
-
-int64_t read_id(const void* data, int32_t code, int64_t i) {
-  if (code == aoti_torch_dtype_int64()) return static_cast<const int64_t*>(data)[i];
-  if (code == aoti_torch_dtype_int32()) return static_cast<const int32_t*>(data)[i];
-  if (code == aoti_torch_dtype_int16()) return static_cast<const int16_t*>(data)[i];
-  if (code == aoti_torch_dtype_int8()) return static_cast<const int8_t*>(data)[i];
-  return static_cast<const uint8_t*>(data)[i];
-}
 
 // Which places belong to which expert. Sparse: the pair t * K + k at each place, experts in order, tokens ascending
 // within each. Dense: place e * T + t is expert e on row t.
@@ -135,21 +33,8 @@ struct Groups {
 
   // A counting sort.
   static Groups sorted(const Tensor& ids_TK, int64_t E) {
-    const Tensor ids = torch::stable::contiguous(ids_TK);
-    const void* data = ids.const_data_ptr();
-    const int32_t code = dtype_code(ids);
-    const int64_t N = ids.numel();
-    std::vector<int64_t> expert_N(N);
-    int64_t low = 0, high = 0;
-    for (int64_t i = 0; i < N; ++i) {
-      const int64_t id = expert_N[i] = read_id(data, code, i);
-      low = i ? std::min(low, id) : id;
-      high = i ? std::max(high, id) : id;
-    }
-    if (N && (low < 0 || high >= E)) {
-      require("ids range from " + std::to_string(low) + " to " + std::to_string(high) + "; for " + std::to_string(E) +
-              " experts they must be in [0, " + std::to_string(E) + ")");
-    }
+    const std::vector<int64_t> expert_N = read_ids("ids", ids_TK, E, "for " + std::to_string(E) + " experts ");
+    const int64_t N = static_cast<int64_t>(expert_N.size());
     const Tensor order_N = new_tensor({N}, aoti_torch_dtype_int32()), offsets_E = new_tensor({E + 1}, aoti_torch_dtype_int32());
     int32_t* const order = static_cast<int32_t*>(order_N.mutable_data_ptr());
     int32_t* const offsets = static_cast<int32_t*>(offsets_E.mutable_data_ptr());
@@ -244,10 +129,10 @@ Forward forward(const Tensor& x_TD, const std::optional<Tensor>& ids_TK, const s
     if (n == 0) continue;
     const Tensor act_nF = row_range(act_buffer, 0, n);
     const Tensor pre_nF = save ? row_range(pre_NF, begin, n) : act_nF;
-    affine<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), b1.empty() ? std::nullopt : std::optional(expert(b1, e)),
+    affine<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e),
               pre_nF);
     gelu_rows<C>(pre_nF, tanh, act_nF);
-    affine<C>(act_nF, expert(w2, e), b2.empty() ? std::nullopt : std::optional(expert(b2, e)), row_range(y_ND, begin, n));
+    affine<C>(act_nF, expert(w2, e), bias_of(b2, e), row_range(y_ND, begin, n));
   }
   if (groups.is_dense) return {view_at(y_ND, 0, {E, T, D}, {T * D, D, 1}), pre_NF, groups.order_N, groups.offsets_E};
   const Tensor y_TD = new_tensor({T, D}, code);
@@ -285,10 +170,7 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
     const int64_t begin = groups.begin(e), n = groups.count(e);
     if (n == 0) {
       for (const auto& [need, all] : {std::pair(kW1, grad_w1), {kB1, grad_b1}, {kW2, grad_w2}, {kB2, grad_b2}}) {
-        if (needs & need) {
-          const int64_t bytes = all.stride(0) * static_cast<int64_t>(all.element_size());
-          memset(static_cast<char*>(all.mutable_data_ptr()) + e * bytes, 0, bytes);
-        }
+        if (needs & need) fill_zero(all, e * all.stride(0), all.stride(0));
       }
       continue;
     }
@@ -296,7 +178,7 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
     const Tensor x_nD = groups.gather(x_TD, e, x_buffer);
     const Tensor grad_y_nD = dense ? view_at(grad_y_all, e * T * D, {T, D}, {D, 1}) : groups.gather(grad_y_all, e, y_buffer);
     const Tensor pre_nF = row_range(saved ? pre_NF : pre_buffer, saved ? begin : 0, n);
-    if (!saved) affine<C>(x_nD, expert(w1, e), b1.empty() ? std::nullopt : std::optional(expert(b1, e)), pre_nF);
+    if (!saved) affine<C>(x_nD, expert(w1, e), bias_of(b1, e), pre_nF);
     const Tensor act_nF = row_range(act_buffer, 0, n), grad_nF = row_range(grad_buffer, 0, n);
     affine_backward<C>(grad_y_nD, expert(w2, e), grad_nF);
 

@@ -157,18 +157,6 @@ def _plain_eager() -> bool:
     )
 
 
-def register_autocast(op, *, cast: Sequence[int] = ()) -> None:
-    name = op._qualname.removeprefix("moe_zero::")
-    for device in ("cpu", "cuda"):
-
-        def kernel(*args, device=device):
-            dtype = torch.get_autocast_dtype(device)
-            with torch.autocast(device, enabled=False):
-                return op(*(_cast(arg, dtype) if index in cast else arg for index, arg in enumerate(args)))
-
-        _LIBRARY.impl(name, kernel, f"Autocast{device.upper()}")
-
-
 def _cast(value: Tensor | list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
     if isinstance(value, Tensor):
         return value if value.dtype == torch.float64 else value.to(dtype)

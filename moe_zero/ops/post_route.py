@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from moe_zero.ops._library import (
+    Operator,
     accumulate_dtype,
     check_float,
     check_same_device,
     promote,
-    register_autocast,
     triton_kernels,
 )
 from moe_zero.ops.gelu_ffn import (
@@ -143,8 +143,10 @@ def _fold(gate_D: Tensor, w2: list[Tensor]) -> Tensor:
     return rows[0] if len(w2) == 1 else torch.stack(rows)
 
 
-@torch.library.custom_op("moe_zero::post_route_up", mutates_args=(), device_types="cpu")
-def _post_route_up(
+# The operators proper. Where the package is compiled, csrc/post_route_cpu.cpp runs in place of the CPU functions here.
+
+
+def _up_cpu(
     x_RD: Tensor, Q: int, w1: Sequence[Tensor], b1: Sequence[Tensor], folded_EF: Tensor, tanh: bool
 ) -> tuple[Tensor, Tensor]:
     """Logits [G, E] without gate . b2, and pre-activations [E, R, F]."""
@@ -158,19 +160,20 @@ def _post_route_up(
     return logits_GE, pre_ERF
 
 
-@_post_route_up.register_kernel("cuda")
-def _(*args):
+def _up_cuda(*args):
     return triton_kernels("ffn").post_route_up(*args)
 
 
-@_post_route_up.register_fake
-def _(x_RD, Q, w1, b1, folded_EF, tanh):
+def _up_fake(x_RD, Q, w1, b1, folded_EF, tanh):
     (R, _), (E, F) = x_RD.shape, folded_EF.shape
     return folded_EF.new_empty(R // Q, E), x_RD.new_empty(E, R, F)
 
 
-@torch.library.custom_op("moe_zero::post_route_up_backward", mutates_args=(), device_types="cpu")
-def _post_route_up_backward(
+def _flags(needs: int) -> list[bool]:
+    return [bool(needs >> i & 1) for i in range(4)]
+
+
+def _up_backward_cpu(
     grad_logits_GE: Tensor | None,
     grad_pre_ERF: Tensor | None,
     x_RD: Tensor,
@@ -179,11 +182,11 @@ def _post_route_up_backward(
     folded_EF: Tensor,
     pre_ERF: Tensor,
     tanh: bool,
-    needs: Sequence[bool],
+    needs: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, w1, b1 (stacked) and folded, each empty where ``needs`` is false."""
+    """Gradients of x, w1, b1 (stacked) and folded, each empty where its bit in ``needs`` is 0."""
     (E, R, F), D = pre_ERF.shape, x_RD.shape[1]
-    needs_x, needs_w1, needs_b1, needs_folded = needs
+    needs_x, needs_w1, needs_b1, needs_folded = _flags(needs)
     grad_x_RD = x_RD.new_zeros((R, D) if needs_x else 0)
     grad_w1_EFD = x_RD.new_empty((E, F, D) if needs_w1 else 0)
     grad_b1_EF = x_RD.new_empty((E, F) if needs_b1 else 0)
@@ -210,14 +213,13 @@ def _post_route_up_backward(
     return grad_x_RD, grad_w1_EFD, grad_b1_EF, grad_folded_EF
 
 
-@_post_route_up_backward.register_kernel("cuda")
-def _(*args):
-    return triton_kernels("ffn").post_route_up_backward(*args)
+def _up_backward_cuda(*args):
+    return triton_kernels("ffn").post_route_up_backward(*args[:-1], _flags(args[-1]))
 
 
-@_post_route_up_backward.register_fake
-def _(grad_logits_GE, grad_pre_ERF, x_RD, Q, w1, folded_EF, pre_ERF, tanh, needs):
+def _up_backward_fake(grad_logits_GE, grad_pre_ERF, x_RD, Q, w1, folded_EF, pre_ERF, tanh, needs):
     (E, R, F), D = pre_ERF.shape, x_RD.shape[1]
+    needs = _flags(needs)
     grads = [x_RD.new_empty(s if need else 0) for s, need in zip(((R, D), (E, F, D), (E, F)), needs, strict=False)]
     return *grads, folded_EF.new_empty((E, F) if needs[3] else 0)
 
@@ -236,6 +238,7 @@ def _up_backward(ctx, grad_logits_GE, grad_pre_ERF):
     if grad_logits_GE is None and grad_pre_ERF is None:
         return None, None, [None] * len_w1, [None] * len_b1, None, None
     needs = [needs_x, any(needs_w1), any(needs_b1), needs_folded]
+    needs = sum(need << i for i, need in enumerate(needs))
     grads = _post_route_up_backward(grad_logits_GE, grad_pre_ERF, x_RD, ctx.Q, w1, folded_EF, pre_ERF, ctx.tanh, needs)
     grad_x, grad_w1, grad_b1, grad_folded = grads
     return (
@@ -248,13 +251,27 @@ def _up_backward(ctx, grad_logits_GE, grad_pre_ERF):
     )
 
 
-_post_route_up.register_autograd(_up_backward, setup_context=_up_context)
-register_autocast(_post_route_up, cast=(0, 2, 3))  # x and the parameters, not the folded gate
-register_autocast(_post_route_up_backward)
+_post_route_up_backward = Operator(
+    "post_route_up_backward(Tensor? grad_logits, Tensor? grad_pre, Tensor x, int Q, Tensor[] w1, Tensor folded, "
+    "Tensor pre, bool tanh, int needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_up_backward_fake,
+    cuda=_up_backward_cuda,
+    fallback=_up_backward_cpu,
+    lists=True,
+)
+_post_route_up = Operator(
+    "post_route_up(Tensor x, int Q, Tensor[] w1, Tensor[] b1, Tensor folded, bool tanh) -> (Tensor, Tensor)",
+    fake=_up_fake,
+    cuda=_up_cuda,
+    fallback=_up_cpu,
+    setup_context=_up_context,
+    backward=_up_backward,
+    lists=True,
+    cast=(0, 2, 3),  # x and the parameters, not the folded gate
+)
 
 
-@torch.library.custom_op("moe_zero::post_route_down", mutates_args=(), device_types="cpu")
-def _post_route_down(
+def _down_cpu(
     pre_EGQF: Tensor,
     groups_S: Tensor,
     experts_S: Tensor,
@@ -292,18 +309,15 @@ def _by_expert(experts_S: Tensor, E: int) -> list[tuple[int, Tensor]]:
     return [(e, places) for e, places in enumerate(chosen) if len(places)]
 
 
-@_post_route_down.register_kernel("cuda")
-def _(*args):
+def _down_cuda(*args):
     return triton_kernels("ffn").post_route_down(*args)
 
 
-@_post_route_down.register_fake
-def _(pre_EGQF, groups_S, experts_S, weights_S, w2, b2, tanh):
+def _down_fake(pre_EGQF, groups_S, experts_S, weights_S, w2, b2, tanh):
     return pre_EGQF.new_empty(groups_S.shape[0], pre_EGQF.shape[2], w2[0].shape[-2])
 
 
-@torch.library.custom_op("moe_zero::post_route_down_backward", mutates_args=(), device_types="cpu")
-def _post_route_down_backward(
+def _down_backward_cpu(
     grad_SQD: Tensor,
     pre_EGQF: Tensor,
     groups_S: Tensor,
@@ -312,11 +326,11 @@ def _post_route_down_backward(
     w2: Sequence[Tensor],
     b2: Sequence[Tensor],
     tanh: bool,
-    needs: Sequence[bool],
+    needs: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of pre, weights, w2, b2 (stacked), each empty where ``needs`` is false."""
+    """Gradients of pre, weights, w2, b2 (stacked), each empty where its bit in ``needs`` is 0."""
     (E, _, Q, F), D = pre_EGQF.shape, w2[0].shape[-2]
-    needs_pre, needs_weights, needs_w2, needs_b2 = needs
+    needs_pre, needs_weights, needs_w2, needs_b2 = _flags(needs)
     grad_pre_EGQF = pre_EGQF.new_zeros(pre_EGQF.shape if needs_pre else 0)
     grad_weights_S = pre_EGQF.new_empty(len(groups_S) if needs_weights else 0, dtype=accumulate_dtype(pre_EGQF))
     grad_w2_EDF = pre_EGQF.new_zeros((E, D, F) if needs_w2 else 0)
@@ -347,15 +361,13 @@ def _post_route_down_backward(
     return grad_pre_EGQF, grad_weights_S, grad_w2_EDF, grad_b2_ED
 
 
-@_post_route_down_backward.register_kernel("cuda")
-def _(*args):
-    return triton_kernels("ffn").post_route_down_backward(*args)
+def _down_backward_cuda(*args):
+    return triton_kernels("ffn").post_route_down_backward(*args[:-1], _flags(args[-1]))
 
 
-@_post_route_down_backward.register_fake
-def _(grad_SQD, pre_EGQF, groups_S, experts_S, weights_S, w2, b2, tanh, needs):
+def _down_backward_fake(grad_SQD, pre_EGQF, groups_S, experts_S, weights_S, w2, b2, tanh, needs):
     (E, _, _, F), D = pre_EGQF.shape, w2[0].shape[-2]
-    needs_pre, needs_weights, needs_w2, needs_b2 = needs
+    needs_pre, needs_weights, needs_w2, needs_b2 = _flags(needs)
     return (
         pre_EGQF.new_empty(pre_EGQF.shape if needs_pre else 0),
         weights_S.new_empty(weights_S.shape) if needs_weights else pre_EGQF.new_empty(0),
@@ -377,6 +389,7 @@ def _down_backward(ctx, grad_SQD):
     len_w2, len_b2 = ctx.lengths
     needs_pre, _, _, needs_weights, needs_w2, needs_b2, _ = ctx.needs_input_grad
     needs = [needs_pre, needs_weights, any(needs_w2), any(needs_b2)]
+    needs = sum(need << i for i, need in enumerate(needs))
     grad_pre, grad_weights, grad_w2, grad_b2 = _post_route_down_backward(
         grad_SQD, pre_EGQF, groups_S, experts_S, weights_S, rest[:len_w2], rest[len_w2:], ctx.tanh, needs
     )
@@ -391,6 +404,22 @@ def _down_backward(ctx, grad_SQD):
     )
 
 
-_post_route_down.register_autograd(_down_backward, setup_context=_down_context)
-register_autocast(_post_route_down, cast=(0, 4, 5))  # hidden and the parameters, not the weights
-register_autocast(_post_route_down_backward)
+_post_route_down_backward = Operator(
+    "post_route_down_backward(Tensor grad, Tensor pre, Tensor groups, Tensor experts, Tensor? weights, Tensor[] w2, "
+    "Tensor[] b2, bool tanh, int needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_down_backward_fake,
+    cuda=_down_backward_cuda,
+    fallback=_down_backward_cpu,
+    lists=True,
+)
+_post_route_down = Operator(
+    "post_route_down(Tensor pre, Tensor groups, Tensor experts, Tensor? weights, Tensor[] w2, Tensor[] b2, bool tanh) "
+    "-> Tensor",
+    fake=_down_fake,
+    cuda=_down_cuda,
+    fallback=_down_cpu,
+    setup_context=_down_context,
+    backward=_down_backward,
+    lists=True,
+    cast=(0, 4, 5),  # hidden and the parameters, not the weights
+)

@@ -1,0 +1,138 @@
+// What the operators on the experts' weights share: parameters in a stack or a list, views, products.
+//
+// Products are torch's (MKL, oneDNN), but for a handful of fp32 rows, where packing the weights would cost more than the
+// product.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "torch_rows.h"
+
+namespace moe_zero {
+
+using Tensors = std::vector<Tensor>;
+
+// Rows of an expert up to which the products are ours.
+inline constexpr int64_t kFewRows = 32;
+// `offset` counts from the tensor's own first element.
+inline Tensor view_at(const Tensor& tensor, int64_t offset, const std::vector<int64_t>& sizes,
+               const std::vector<int64_t>& strides) {
+  AtenTensorHandle out;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &out));
+  return Tensor(out);
+}
+
+// Rows [begin, begin + n) of a matrix.
+inline Tensor row_range(const Tensor& matrix, int64_t begin, int64_t n) {
+  return view_at(matrix, begin * matrix.stride(0), {n, matrix.size(1)}, {matrix.stride(0), matrix.stride(1)});
+}
+
+inline Tensor transposed(const Tensor& matrix) {
+  return view_at(matrix, 0, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
+}
+
+inline int64_t num_experts(const Tensors& weights) {
+  return weights.size() == 1 ? weights[0].size(0) : static_cast<int64_t>(weights.size());
+}
+
+// The parameter of one expert, from a stacked tensor or from one of the list.
+inline Tensor expert(const Tensors& weights, int64_t e) {
+  if (weights.size() > 1) return weights[e];
+  const Tensor& all = weights[0];
+  const auto sizes = all.sizes(), strides = all.strides();
+  return view_at(all, e * all.stride(0), {sizes.begin() + 1, sizes.end()}, {strides.begin() + 1, strides.end()});
+}
+
+inline void mm(const Tensor& a, const Tensor& b, const Tensor& out) {
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+}
+
+inline bool dense_rows(const Tensor& matrix) { return matrix.stride(1) == 1 || matrix.size(1) == 1; }
+
+template <typename C>
+bool few_rows(const Tensor& x, const Tensor& w) {
+  return std::is_same_v<C, float> && dtype_code(x) == aoti_torch_dtype_float32() && x.size(0) <= kFewRows &&
+         dense_rows(x) && dense_rows(w);
+}
+
+// out = x w^T + b: [n, in] times [out, in].
+template <typename C>
+void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
+  if (few_rows<C>(x, w)) {
+    const int64_t n = x.size(0), width = w.size(0), inner = w.size(1);
+    const MoeKernels<C>& kernels = moe_kernels<C>();
+    const Dense<C> bias(b);
+    const C* rows = static_cast<const C*>(x.const_data_ptr());
+    const C* weights = static_cast<const C*>(w.const_data_ptr());
+    C* const target = static_cast<C*>(out.mutable_data_ptr());
+    constexpr int64_t kBlock = 16;
+    parallel((width + kBlock - 1) / kBlock, kBlock * inner, [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * kBlock, count = std::min(width, end * kBlock) - first;
+      kernels.dot_rows(rows, x.stride(0), n, weights + first * w.stride(0), w.stride(0), count, inner, target + first,
+                       width);
+      for (int64_t i = 0; bias && i < n; ++i) {
+        kernels.add_scaled(bias.get() + first, 1, count, target + i * width + first);
+      }
+    });
+    return;
+  }
+  if (!b) return mm(x, transposed(w), out);
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cpu_addmm_out(out.get(), b->get(), x.get(), transposed(w).get(), 1.0, 1.0));
+}
+
+// out = x w: [n, out] times [out, in], the gradient of what goes into `affine`.
+template <typename C>
+void affine_backward(const Tensor& x, const Tensor& w, const Tensor& out) {
+  if (!few_rows<C>(x, w)) return mm(x, w, out);
+  const int64_t n = x.size(0), inner = w.size(0), width = w.size(1);
+  const MoeKernels<C>& kernels = moe_kernels<C>();
+  const C* rows = static_cast<const C*>(x.const_data_ptr());
+  const C* weights = static_cast<const C*>(w.const_data_ptr());
+  C* const target = static_cast<C*>(out.mutable_data_ptr());
+  constexpr int64_t kBlock = 64;
+  parallel((width + kBlock - 1) / kBlock, kBlock * inner, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kBlock, count = std::min(width, end * kBlock) - first;
+    kernels.outer_rows(rows, x.stride(0), 1, n, inner, weights + first, w.stride(0), count, target + first, width, false);
+  });
+}
+
+inline int64_t read_id(const void* data, int32_t code, int64_t i) {
+  if (code == aoti_torch_dtype_int64()) return static_cast<const int64_t*>(data)[i];
+  if (code == aoti_torch_dtype_int32()) return static_cast<const int32_t*>(data)[i];
+  if (code == aoti_torch_dtype_int16()) return static_cast<const int16_t*>(data)[i];
+  if (code == aoti_torch_dtype_int8()) return static_cast<const int8_t*>(data)[i];
+  return static_cast<const uint8_t*>(data)[i];
+}
+
+inline std::optional<Tensor> bias_of(const Tensors& biases, int64_t e) {
+  return biases.empty() ? std::nullopt : std::optional(expert(biases, e));
+}
+
+// Integers of any dtype, which must be in [0, size).
+inline std::vector<int64_t> read_ids(const char* name, const Tensor& tensor, int64_t size, const std::string& of) {
+  const Tensor dense = torch::stable::contiguous(tensor);
+  const void* data = dense.const_data_ptr();
+  const int32_t code = dtype_code(dense);
+  std::vector<int64_t> ids(dense.numel());
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = read_id(data, code, static_cast<int64_t>(i));
+  if (ids.empty()) return ids;
+  const auto [low, high] = std::minmax_element(ids.begin(), ids.end());
+  if (*low < 0 || *high >= size) {
+    require(std::string(name) + " range from " + std::to_string(*low) + " to " + std::to_string(*high) + "; " + of +
+            "they must be in [0, " + std::to_string(size) + ")");
+  }
+  return ids;
+}
+
+inline void fill_zero(const Tensor& tensor, int64_t begin, int64_t n) {
+  const int64_t item = static_cast<int64_t>(tensor.element_size());
+  memset(static_cast<char*>(tensor.mutable_data_ptr()) + begin * item, 0, n * item);
+}
+
+}  // namespace moe_zero
