@@ -1,14 +1,30 @@
-"""BERT's attention block, over the sequence itself or over the tokens of an image.
+"""BERT's attention block, over the sequence itself, over it and what came before, or over the tokens of an image.
 
 Legend of shape suffixes: M rows of the batch, S positions, D hidden size, H heads, P image tokens, W image width.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_zero.qformer.config import QFormerConfig
+
+
+class KeyValue(NamedTuple):
+    """Keys and values of some positions, kept so that later positions can look at them."""
+
+    key: Tensor
+    """[M, H, S, D / H]"""
+    value: Tensor
+    """[M, H, S, D / H]"""
+
+    def followed_by(self, later: KeyValue) -> KeyValue:
+        """Those of these positions and of ``later`` ones."""
+        return KeyValue(*(torch.cat(pair, dim=2) for pair in zip(self, later, strict=True)))
 
 
 class AttentionProjections(nn.Module):
@@ -51,27 +67,40 @@ class QFormerAttention(nn.Module):
         self.self = AttentionProjections(config, config.encoder_width if cross else config.hidden_size)
         self.output = ResidualOutput(config, config.hidden_size)
 
+    def key_value(self, source: Tensor) -> KeyValue:
+        """Keys and values of [M, S, D], or of an image [G, P, W] in cross-attention."""
+        return KeyValue(self._heads(self.self.key(source)), self._heads(self.self.value(source)))
+
     def forward(
-        self, x_MSD: Tensor, mask: Tensor | None, image_GPW: Tensor | None = None, *, rows_per_image: int = 1
+        self,
+        x_MSD: Tensor,
+        mask: Tensor | None,
+        image_GPW: Tensor | None = None,
+        *,
+        rows_per_image: int = 1,
+        key_value: KeyValue | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
             x_MSD: [M, S, D].
-            mask: additive, broadcastable to [M, 1, S, S], or with an image to [G, 1, 1, P]; ``None`` keeps all.
+            mask: additive, broadcastable to [M, 1, S, positions looked at], or with an image to [G, 1, 1, P]; ``None``
+                keeps all.
             image_GPW: [G, P, W] for cross-attention.
             rows_per_image: M / G consecutive rows share an image. Its keys and values are projected once, and the rows'
                 queries are laid side by side: nothing in cross-attention connects one query with another, so the
                 result is that of a copy of the image for each row.
+            key_value: what to look at, instead of ``x_MSD`` itself.
         """
         if image_GPW is None:
-            grouped, source = x_MSD, x_MSD
+            grouped = x_MSD
+            key_value = key_value or self.key_value(x_MSD)
         else:
-            grouped, source = x_MSD.unflatten(0, (-1, rows_per_image)).flatten(1, 2), image_GPW
+            grouped = x_MSD.unflatten(0, (-1, rows_per_image)).flatten(1, 2)
+            key_value = self.key_value(image_GPW)
         context = F.scaled_dot_product_attention(
             self._heads(self.self.query(grouped)),
-            self._heads(self.self.key(source)),
-            self._heads(self.self.value(source)),
+            *key_value,
             attn_mask=mask,
             dropout_p=self.dropout_p if self.training else 0.0,
         )

@@ -18,10 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from moe_zero.qformer.checkpoint_config import find_configuration, transformers_config
-from moe_zero.qformer.layouts import LAYOUT_NAMES, LAYOUTS, OUTSIDE, TEXT_NAMES, Placement, locate
+from moe_zero.qformer.layouts import (
+    LAYOUT_NAMES,
+    LAYOUTS,
+    LM_HEAD,
+    LM_HEAD_COPIES,
+    OUTSIDE,
+    TEXT_NAMES,
+    Placement,
+    locate,
+)
 from moe_zero.qformer.model import QFormerModel
 from moe_zero.qformer.upcycling import upcycle
-from moe_zero.qformer.weight_files import WeightSource, open_weights, write_weights
+from moe_zero.qformer.weight_files import WeightSource, check_target, open_weights, write_weights
 
 MODEL_TYPE = "moe_zero_qformer"
 """``model_type`` in the ``config.json`` of our own folders."""
@@ -121,7 +130,7 @@ def load_qformer(
     new_dtype = tensors["encoder.layer.0.attention.self.query.weight"].dtype
     tensors |= {name: _new_weight(model, name, new_dtype) for name in report.missing}
     for name, shape in ((name, weight.shape) for name, weight in model.state_dict().items()):
-        if name == "embeddings.word_embeddings.weight":
+        if name in ("embeddings.word_embeddings.weight", "cls.predictions.bias"):
             tensors[name] = _with_rows(tensors[name], shape[0], report)
         if tensors[name].shape != shape:
             raise ValueError(
@@ -142,29 +151,39 @@ def export_state_dict(model: QFormerModel, to: str, *, prefix: str | None = None
             transformers, ``"Qformer.bert."`` for LAVIS and the published code. ``query_tokens``, the LayerNorm on the
             image features, and in ``"blip2"`` the text embeddings are named as they are in whole models, beside it.
 
-    The tensors are those of the model, not copies.
+    The tensors are those of the model, not copies. transformers' Q-Formers have no place for a
+    language-modelling head, which is left out.
 
     Raises:
         ValueError: an unknown layout, or one that has no place for the model's experts, or that needs a text side.
     """
-    if to not in LAYOUTS:
-        raise ValueError(f"to is {to!r}; it must be one of {', '.join(map(repr, LAYOUT_NAMES))}")
+    _check_layout(to)
     layout, config = LAYOUTS[to], model.config
-    if config.routed_layers and not layout.routed and layout.text != "only":
-        routed = ", ".join(key for key, other in LAYOUTS.items() if other.routed)
-        raise ValueError(
-            f"the model has experts in layers {list(config.routed_layers)}, and {layout.title} has no place for them; "
-            f"layouts for a mixture are {routed}"
-        )
+    if config.routed_layers:
+        _check_place_for_experts(to, f"the model has experts in layers {list(config.routed_layers)}")
     if layout.text != "optional" and not config.use_text:
         raise ValueError(f"the model has no text side, which {layout.title} needs")
     prefix = layout.prefix if prefix is None else prefix
     state = model.state_dict()
+    if not layout.lm_head:
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(LM_HEAD)}
     if layout.text == "only":
         state = {name: tensor for name, tensor in state.items() if _is_text_side(name)}
         words = state["embeddings.word_embeddings.weight"]
         state["embeddings.token_type_embeddings.weight"] = words.new_zeros(2, words.shape[1])
     return {layout.name(name, prefix): tensor for name, tensor in state.items()}
+
+
+def _check_layout(to: str) -> None:
+    if to not in LAYOUTS:
+        raise ValueError(f"to is {to!r}; it must be one of {', '.join(map(repr, LAYOUT_NAMES))}")
+
+
+def _check_place_for_experts(to: str, found: str) -> None:
+    layout = LAYOUTS[to]
+    if not layout.routed and layout.text != "only":
+        routed = ", ".join(key for key, other in LAYOUTS.items() if other.routed)
+        raise ValueError(f"{found}, and {layout.title} has no place for them; layouts for a mixture are {routed}")
 
 
 def save_qformer(model: QFormerModel, target: str | os.PathLike, *, to: str = "moe-zero") -> Path:
@@ -179,10 +198,12 @@ def save_qformer(model: QFormerModel, target: str | os.PathLike, *, to: str = "m
 
     Returns:
         The path of the weights. :func:`load_qformer` gets the same model from it, bit for bit; but for ``"bert"``,
-        which holds the text side alone.
+        which holds the text side alone, and for a language-modelling head in transformers' Q-Formers, which have none.
     """
     tensors = {name: tensor.detach().contiguous() for name, tensor in export_state_dict(model, to).items()}
     ours = {"model_type": MODEL_TYPE, **model.config.to_dict()}
+    if not LAYOUTS[to].lm_head:
+        ours["lm_head"] = False
     recorded = {} if LAYOUTS[to].text == "only" else ours
     return write_weights(tensors, Path(target), recorded, transformers_config(model.config, to) or ours)
 
@@ -217,6 +238,10 @@ def convert(
     source, target = Path(source), Path(target)
     if source.resolve() == target.resolve():
         raise ValueError(f"target is {target}, which is the source; write to another place")
+    _check_layout(to)
+    if experts > 1:
+        _check_place_for_experts(to, f"experts is {experts}")
+    check_target(target)
     model, report = load_qformer(
         source, allow_missing=allow_missing, query_ffn_from_text=query_ffn_from_text, **(settings or {})
     )
@@ -228,6 +253,8 @@ def convert(
     if LAYOUTS[to].text == "only":
         dropped = sum(not _is_text_side(name) for name in model.state_dict())
         report.notes.append(f"not written, since {LAYOUTS[to].title} is a text side alone: {dropped} weights")
+    if model.config.lm_head and not LAYOUTS[to].lm_head:
+        report.notes.append(f"not written, since {LAYOUTS[to].title} has no place for it: the language-modelling head")
     report.notes.append(f"wrote {written} with the names of {LAYOUTS[to].title}")
     return report
 
@@ -251,15 +278,25 @@ def parse_settings(assignments: Sequence[str]) -> dict:
 
 def _explain_left(opened: WeightSource, placement: Placement, report: ConversionReport) -> None:
     taken = set(report.taken.values())
+    has_head = any(name.startswith(LM_HEAD) for name in report.taken)
     for name in opened.weights:
         if name in taken:
             continue
         if _is_token_types(name, placement):
             report.left[name] = "its first row is added to the positions, all text being of one segment"
-        elif reason := placement.reason_left(name):
+        elif copied := _copied_by(name, opened, placement):
+            report.left[name] = f"a copy of {copied}"
+        elif (reason := placement.reason_left(name)) and not (has_head and "cls.predictions." in name):
             report.left[name] = reason
         else:
             report.unexplained.append(name)
+
+
+def _copied_by(name: str, opened: WeightSource, placement: Placement) -> str | None:
+    """The tensor that a second weight of the language-modelling head is equal to, as it should be."""
+    ours = next((ours for end, ours in LM_HEAD_COPIES.items() if name.endswith(f"cls.predictions.{end}")), None)
+    found = next((other for other in placement.candidates(ours) if other in opened.weights), None) if ours else None
+    return found if found and torch.equal(opened.weights[name], opened.weights[found]) else None
 
 
 def _refuse(report: ConversionReport) -> None:
@@ -306,8 +343,9 @@ def _is_token_types(name: str, placement: Placement) -> bool:
 def _with_rows(words: Tensor, rows: int, report: ConversionReport) -> Tensor:
     if (new := rows - words.shape[0]) <= 0:
         return words
-    report.notes.append(f"added {new} words to {words.shape[0]}, each the mean of all")
-    return torch.cat([words, words.mean(0, keepdim=True).expand(new, -1)])
+    if words.dim() == 2:  # a bias gets its entries without another word
+        report.notes.append(f"added {new} words to {words.shape[0]}, each the mean of all")
+    return torch.cat([words, words.mean(0, keepdim=True).expand(new, *words.shape[1:])])
 
 
 def _is_text_side(name: str) -> bool:

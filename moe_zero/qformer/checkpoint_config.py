@@ -13,7 +13,7 @@ from dataclasses import fields
 import torch
 
 from moe_zero.qformer.config import QFormerConfig
-from moe_zero.qformer.layouts import Placement
+from moe_zero.qformer.layouts import LM_HEAD_SHOWN_BY, Placement
 from moe_zero.qformer.weight_files import WeightSource
 
 MIXTURE_FIELD = "moe_zero"
@@ -59,6 +59,9 @@ def find_configuration(
             values[name] = shown[name]
             for where, value in choices:
                 value = tuple(value) if isinstance(value, list) else value
+                if name == "lm_head" and where == "given":  # a head may be left, or be newly made
+                    values[name] = value
+                    continue
                 if name == "vocab_size" and (where != "given" or value >= shown[name]):
                     # Published configurations count words that were never added to the weights, or were added later.
                     values[name] = given.get(name) or shown[name]
@@ -129,6 +132,7 @@ def _shown_by_weights(opened: WeightSource, placement: Placement) -> dict:
 
     text_ffn, words = shape("encoder.layer.0.intermediate.dense.weight"), shape("embeddings.word_embeddings.weight")
     shown["use_text"] = text_ffn is not None or words is not None
+    shown["lm_head"] = shape(LM_HEAD_SHOWN_BY) is not None
     if words is not None:
         shown["vocab_size"] = words[0]
     if (positions := shape("embeddings.position_embeddings.weight")) is not None:

@@ -60,6 +60,8 @@ class QFormerConfig:
     published) or their ``"mean"``, which keeps the scale of a dense layer."""
     use_text: bool = True
     """Whether there are text embeddings and text feed-forwards; without them the model takes queries alone."""
+    lm_head: bool = False
+    """Whether there is a head that scores the next word (BERT's ``cls.predictions``), for captions."""
     layer_norm_eps: float = 1e-12
     vision_layer_norm_eps: float = 1e-5
     """Epsilon of ``ln_vision``, the LayerNorm on the image features."""
@@ -97,6 +99,8 @@ class QFormerConfig:
         _check_choice("weight_type", self.weight_type, WEIGHT_TYPES)
         _check_choice("residual_from", self.residual_from, RESIDUALS)
         _check_choice("merge", self.merge, MERGES)
+        if self.lm_head and not self.use_text:
+            raise ValueError("lm_head is True, but use_text is False; a head for words needs their embeddings")
         for name in ("layer_norm_eps", "vision_layer_norm_eps", "initializer_range"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")

@@ -29,6 +29,15 @@ OLD_BERT_NAMES = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "L
 """Parts of names, and what stands there in BERT's first checkpoints, which are still much used."""
 OUTSIDE = ("query_tokens", "ln_vision.weight", "ln_vision.bias")
 """Ours that whole models keep beside the Q-Former, not in it."""
+LM_HEAD = "cls."
+"""What the names of the language-modelling head begin with; BERT keeps it beside ``bert.``, LAVIS beside
+``Qformer.bert.``."""
+LM_HEAD_SHOWN_BY = "cls.predictions.transform.dense.weight"
+LM_HEAD_COPIES = {
+    "decoder.weight": "embeddings.word_embeddings.weight",
+    "decoder.bias": "cls.predictions.bias",
+}
+"""Weights that the head has twice in published checkpoints, by the ends of their names, and ours that they equal."""
 TEXT_EMBEDDINGS = ("embeddings.word_embeddings.", "embeddings.position_embeddings.")
 
 
@@ -47,6 +56,8 @@ class Layout:
     """Whether it has a text side: ``"optional"``, ``"required"``, or ``"only"`` that."""
     text_embeddings_outside: bool = False
     """Whether a whole model keeps the text embeddings beside the Q-Former."""
+    lm_head: bool = True
+    """Whether it has a place for the language-modelling head."""
     vision_norm: str = "ln_vision"
     """Name of the LayerNorm on the image features; transformers applies it at the end of its image encoder."""
 
@@ -56,6 +67,8 @@ class Layout:
             return ours.replace("ln_vision", self.vision_norm)
         if self.text_embeddings_outside and ours.startswith(TEXT_EMBEDDINGS):
             return ours
+        if ours.startswith(LM_HEAD):
+            return prefix.removesuffix("bert.") + ours
         for part, theirs in self.renames:
             ours = ours.replace(part, theirs)
         return prefix + ours
@@ -69,12 +82,14 @@ LAYOUTS = {
         "transformers' Blip2QFormerModel",
         renames=(*DENSE_NAMES, *TRANSFORMERS_NAMES, ("embeddings.LayerNorm.", "layernorm.")),
         text_embeddings_outside=True,
+        lm_head=False,
         vision_norm="vision_model.post_layernorm",
     ),
     "instructblip": Layout(
         "transformers' InstructBlipQFormerModel",
         renames=(*DENSE_NAMES, *TRANSFORMERS_NAMES, ("embeddings.LayerNorm.", "embeddings.layernorm.")),
         text="required",
+        lm_head=False,
         vision_norm="vision_model.post_layernorm",
     ),
     "bert": Layout("BERT", text="only"),
@@ -92,7 +107,8 @@ LEFT_REASONS = (
     (r"(vision_proj|vision_projection|image_projection|text_proj|text_projection)\..*", "a contrastive projection"),
     (r"temp|log_temperature", "the contrastive temperature"),
     (r"(itm_head|matching_head)\..*", "the matching head"),
-    (r"(Qformer\.)?cls\..*", "the language-modelling head"),
+    (r"(.*\.)?cls\.seq_relationship\..*", "BERT's head for the next sentence"),
+    (r"(.*\.)?cls\.predictions\..*", "the language-modelling head"),
     (r"(bert\.)?pooler\..*", "BERT's pooler"),
 )
 """What whole models keep beside a Q-Former, by name below the root, and why it is of no use to us."""

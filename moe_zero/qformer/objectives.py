@@ -5,6 +5,9 @@
   way round.
 - Image-text matching (ITM): queries and caption see each other, and a head says whether they belong together. Wrong
   pairs are drawn from the global batch, the more similar the likelier.
+- Language modelling (LM): the caption is predicted word by word from the picture's queries, which don't see it. It
+  reuses the contrastive objective's pass over the queries: text comes after its cached keys and values. Targets are
+  smoothed, the start token stands in the place of ``[CLS]``, padding counts for nothing.
 - Gate loss: the experts' importance over the global batch, evenly spread.
 
 Every loss is defined on the global batch. On a rank they are shares whose mean over ranks is that loss, and whose
@@ -12,16 +15,17 @@ gradients, averaged over ranks, are its gradient: what data parallelism and ZeRO
 losses on any number of processes, as long as there is no dropout.
 
 Source: Li et al., BLIP-2, arXiv 2301.12597, section 3.1; Li et al., ALBEF, arXiv 2107.07651, section 3.2 (hard
-negatives).
+negatives); Szegedy et al., arXiv 1512.00567, section 7 (label smoothing).
 
 Legend of shape suffixes: B pairs on this rank, G pairs on all ranks, Q queries, T text tokens, P image tokens, W
-image width, D hidden size, C contrastive width, L routed layers, R routed experts.
+image width, D hidden size, C contrastive width, V vocabulary, L routed layers, R routed experts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_zero.layers.beam import importance_loss
+from moe_zero.qformer.cache import QFormerCache
 from moe_zero.qformer.config import QFormerConfig
 from moe_zero.qformer.model import QFormerModel, QFormerOutput
 
@@ -37,7 +42,10 @@ from moe_zero.qformer.model import QFormerModel, QFormerOutput
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-OBJECTIVES = ("itc", "itm")
+OBJECTIVES = ("itc", "itm", "lm")
+LABEL_SMOOTHING = 0.1
+IGNORED = -100
+"""Target of a place that is no word."""
 FIRST_TEMPERATURE, LEAST_TEMPERATURE = 0.07, 0.01
 
 
@@ -48,12 +56,19 @@ class Losses(NamedTuple):
     itc: Tensor
     itm: Tensor
     """0 where matching is no objective; so is its accuracy."""
+    lm: Tensor
+    """Per word of the global batch; 0 where language modelling is no objective; so is its accuracy."""
     gate: Tensor
     """Before its weight; the same on all ranks."""
     itc_accuracy: Tensor
     """Share of pictures (and of captions, averaged) whose best partner in the global batch is a right one."""
     itm_accuracy: Tensor
+    lm_accuracy: Tensor
+    """Share of the words, the end included, that get the highest score."""
     temperature: Tensor
+    expert_load_LR: Tensor | None
+    """[L, R]: share of the samples whose chosen route takes each routed expert, over all passes with queries; ``None``
+    where no beams are routed."""
 
 
 class ImageEmbedding(NamedTuple):
@@ -63,14 +78,23 @@ class ImageEmbedding(NamedTuple):
     """[B, L]: the experts taken; ``None`` in a dense model."""
 
 
+class NextWords(NamedTuple):
+    logits: Tensor
+    """[B, T, V], fp32: scores of the word after each one that was read."""
+    cache: QFormerCache
+    """For the words that follow."""
+
+
 class QFormerPretraining(nn.Module):
     """A Q-Former with the heads of its first training stage.
 
     Args:
-        config: the Q-Former's.
+        config: the Q-Former's; it gets a language-modelling head where ``"lm"`` is an objective.
         embed_dim: width of the contrastive space.
         objectives: which of `OBJECTIVES`; ``"itc"`` must be among them.
         gate_weight: weight of the gate loss.
+        start_id: the token that a caption starts with in place of ``[CLS]`` where it is predicted; by default the last
+            of the vocabulary, as in published checkpoints.
         process_group: the ranks that share a global batch; ``None`` is the default group, or this process alone where
             there is none. Every rank must hold the same number of pairs.
 
@@ -85,6 +109,7 @@ class QFormerPretraining(nn.Module):
         embed_dim: int = 256,
         objectives: Sequence[str] = OBJECTIVES,
         gate_weight: float = 0.01,
+        start_id: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
@@ -94,7 +119,10 @@ class QFormerPretraining(nn.Module):
             )
         self.objectives = tuple(objectives)
         self.gate_weight = gate_weight
+        self.start_id = config.vocab_size - 1 if start_id is None else start_id
         self.process_group = process_group
+        if "lm" in objectives:
+            config = replace(config, lm_head=True)
         self.qformer = QFormerModel(config)
         self.image_projection = nn.Linear(config.hidden_size, embed_dim)
         self.text_projection = nn.Linear(config.hidden_size, embed_dim)
@@ -113,8 +141,9 @@ class QFormerPretraining(nn.Module):
         *,
         image_ids: Tensor | None = None,
         negative_draws: Tensor | None = None,
+        cache: QFormerCache | None = None,
         task: str = "losses",
-    ) -> Losses | ImageEmbedding | Tensor:
+    ) -> Losses | ImageEmbedding | QFormerCache | NextWords | Tensor:
         """One entry for training and for use, so that a wrapper around ``forward`` (sharding) sees every call.
 
         Args:
@@ -125,9 +154,12 @@ class QFormerPretraining(nn.Module):
             negative_draws: [B, 2] in [0, 1), fp32: the random numbers that choose each picture's wrong caption and
                 each caption's wrong picture. Cut from one [G, 2] tensor, they make the choice independent of the
                 number of ranks.
-            task: ``"losses"``: all arguments, gives `Losses`. ``"images"``: ``image_features``, gives an
+            cache: what captions go on from.
+            task: ``"losses"``: all arguments but ``cache``, gives `Losses`. ``"images"``: ``image_features``, gives an
                 `ImageEmbedding`. ``"texts"``: ids and mask, gives [B, C] of length 1. ``"match"``: features, ids and
-                mask, gives [B], the logit that they belong together.
+                mask, gives [B], the logit that they belong together. ``"look"``: ``image_features``, gives the
+                `QFormerCache` of the queries; ``"read"``: ``cache`` and ids (the first is ``start_id``), gives
+                `NextWords`.
 
         Raises:
             ValueError: ``task`` is unknown, or a tensor that it needs is missing.
@@ -138,6 +170,8 @@ class QFormerPretraining(nn.Module):
             "images": ("image_features",),
             "texts": ("input_ids", "attention_mask"),
             "match": ("image_features", "input_ids", "attention_mask"),
+            "look": ("image_features",),
+            "read": ("cache", "input_ids"),
         }
         if task not in needed:
             raise ValueError(f"task is {task!r}; it must be one of {', '.join(map(repr, needed))}")
@@ -147,6 +181,7 @@ class QFormerPretraining(nn.Module):
             "attention_mask": attention_mask,
             "image_ids": image_ids,
             "negative_draws": negative_draws,
+            "cache": cache,
         }
         missing = [name for name in needed[task] if given[name] is None]
         if missing:
@@ -161,10 +196,19 @@ class QFormerPretraining(nn.Module):
                 raise ValueError(f"task 'match' needs a matching head, but objectives is {list(self.objectives)}")
             logits_B2, _ = self._match(image_features, input_ids, attention_mask)
             return logits_B2[:, 1] - logits_B2[:, 0]
+        if task in ("look", "read") and "lm" not in self.objectives:
+            raise ValueError(
+                f"task {task!r} needs a language-modelling head, but objectives is {list(self.objectives)}"
+            )
+        if task == "look":
+            return self.qformer(image_features=image_features, use_cache=True).cache
+        if task == "read":
+            output = self.qformer(input_ids=input_ids, cache=cache, use_cache=True)
+            return NextWords(self.qformer.next_word_logits(output.last_hidden_state).float(), output.cache)
         return self._losses(image_features, input_ids, attention_mask, image_ids, negative_draws)
 
-    def _embed_images(self, image_features: Tensor) -> tuple[Tensor, QFormerOutput]:
-        output = self.qformer(image_features=image_features)
+    def _embed_images(self, image_features: Tensor, *, use_cache: bool = False) -> tuple[Tensor, QFormerOutput]:
+        output = self.qformer(image_features=image_features, use_cache=use_cache)
         return F.normalize(self.image_projection(output.last_hidden_state).float(), dim=-1), output
 
     def _embed_texts(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -177,7 +221,7 @@ class QFormerPretraining(nn.Module):
         return self.matching_head(queries).float().mean(dim=1), output
 
     def _losses(self, image_features, input_ids, attention_mask, image_ids, negative_draws) -> Losses:
-        image_BQC, image_output = self._embed_images(image_features)
+        image_BQC, image_output = self._embed_images(image_features, use_cache="lm" in self.objectives)
         text_BC = self._embed_texts(input_ids, attention_mask)
         temperature = self.log_temperature.exp().clamp_min(LEAST_TEMPERATURE)
 
@@ -216,12 +260,49 @@ class QFormerPretraining(nn.Module):
             itm = (F.cross_entropy(logits, label, reduction="none") * counts).mean()
             itm_accuracy = (logits.argmax(1) == label).float().mean()
 
+        lm = lm_accuracy = itc.new_zeros(())
+        if "lm" in self.objectives:
+            lm, lm_accuracy = self._caption_loss(image_output.cache, input_ids, attention_mask)
+
         gate = itc.new_zeros(())
         importance = [output.gate_importance for output in outputs if output.gate_importance is not None]
         if importance:
             gate = importance_loss(sum_over_ranks(torch.stack(importance), group)).sum() / len(importance)
-        total = itc + itm + self.gate_weight * gate
-        return Losses(total, *(x.detach() for x in (itc, itm, gate, itc_accuracy, itm_accuracy, temperature.squeeze())))
+        load_LR = None
+        if image_output.expert_route is not None:
+            routed = torch.arange(importance[0].shape[-1], device=itc.device)
+            routes_ML = torch.cat([output.expert_route for output in outputs])
+            load_LR = (routes_ML[..., None] == routed).float().mean(0)
+        return Losses(
+            total=itc + itm + lm + self.gate_weight * gate,
+            itc=itc.detach(),
+            itm=itm.detach(),
+            lm=lm.detach(),
+            gate=gate.detach(),
+            itc_accuracy=itc_accuracy,
+            itm_accuracy=itm_accuracy,
+            lm_accuracy=lm_accuracy,
+            temperature=temperature.squeeze().detach(),
+            expert_load_LR=load_LR,
+        )
+
+    def _caption_loss(self, cache: QFormerCache, ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's share of the loss, and of the words that are right."""
+        start_B1 = ids_BT.new_full((len(ids_BT), 1), self.start_id)
+        read_BT = torch.cat([start_B1, ids_BT[:, 1:-1]], dim=1)
+        output = self.qformer(input_ids=read_BT, attention_mask=mask_BT[:, :-1], cache=cache)
+        logits_MV = self.qformer.next_word_logits(output.last_hidden_state).float().flatten(0, 1)
+        counts_M = mask_BT[:, 1:].flatten() != 0
+        target_M = ids_BT[:, 1:].flatten().masked_fill(~counts_M, IGNORED)
+        loss = F.cross_entropy(
+            logits_MV, target_M, ignore_index=IGNORED, label_smoothing=LABEL_SMOOTHING, reduction="sum"
+        )
+        with torch.no_grad():
+            right = (logits_MV.argmax(1) == target_M).sum()
+            words = sum_over_ranks(counts_M.sum().float(), self.process_group)
+            ranks = 1 if _alone(self.process_group) else dist.get_world_size(self.process_group)
+            share = ranks / words.clamp_min(1)
+        return loss * share, right * share
 
 
 def best_query_similarity(image_BQC: Tensor, text_GC: Tensor) -> Tensor:

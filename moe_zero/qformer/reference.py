@@ -47,7 +47,9 @@ def qformer_reference(
     B, S = x.shape[:2]
 
     mask = torch.ones(B, S, device=x.device)
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dim() == 3:
+        mask = attention_mask
+    elif attention_mask is not None:
         mask[:, S - attention_mask.shape[1] :] = attention_mask
     image, image_mask = encoder_hidden_states, encoder_attention_mask
     if image_mask is None:
@@ -84,14 +86,15 @@ def qformer_reference(
 
 
 def attend(block: QFormerAttention, x: Tensor, source: Tensor, keep: Tensor) -> Tensor:
-    """Scaled dot-product attention, written out, with residual and LayerNorm."""
+    """Scaled dot-product attention, written out, with residual and LayerNorm. ``keep``: [B, S], or for each pair."""
 
     def heads(t: Tensor) -> Tensor:
         return t.view(*t.shape[:2], block.num_heads, -1).transpose(1, 2)
 
     query, key, value = heads(block.self.query(x)), heads(block.self.key(source)), heads(block.self.value(source))
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-    scores = scores + (1.0 - keep[:, None, None, :].to(scores.dtype)) * DROPPED
+    keep = keep[:, None] if keep.dim() == 3 else keep[:, None, None]
+    scores = scores + (1.0 - keep.to(scores.dtype)) * DROPPED
     context = (scores.softmax(dim=-1) @ value).transpose(1, 2).reshape(x.shape)
     return block.output(context, x)
 

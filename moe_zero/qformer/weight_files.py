@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,28 @@ def open_weights(source: str | os.PathLike | nn.Module | Mapping) -> WeightSourc
     # A file with a configuration of its own may lie beside the config.json of another model.
     is_beside = config.is_file() and (embedded is None or path.name in FOLDER_FILES)
     return WeightSource(str(path), weights, _read_json(config) if is_beside else None, embedded=embedded)
+
+
+def check_target(target: Path) -> None:
+    """Refuse, before any work is done, what `write_weights` can't write or what is hardly meant.
+
+    Raises:
+        ValueError: the name looks like that of a file of another kind.
+        NotADirectoryError, PermissionError: no file can be made there.
+    """
+    if re.fullmatch(r"\.[A-Za-z]{1,8}", target.suffix) and target.suffix not in SUFFIXES and not target.is_dir():
+        raise ValueError(
+            f"target is {str(target)!r}; a weight file ends in {', '.join(SUFFIXES)}, and a folder that is to be made "
+            "has no ending"
+        )
+    place = target if target.suffix not in SUFFIXES else target.parent
+    existing = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"target is {str(target)!r}, but {str(existing)!r} is no folder")
+    if target.suffix in SUFFIXES and target.is_dir():
+        raise IsADirectoryError(f"target is {str(target)!r}, which is a folder; name a file in it")
+    if not os.access(existing, os.W_OK):
+        raise PermissionError(f"target is {str(target)!r}, but {str(existing)!r} can't be written to")
 
 
 def write_weights(tensors: Mapping[str, Tensor], target: Path, config: Mapping, folder_config: Mapping) -> Path:
@@ -176,15 +200,23 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Tensor], Mapping | None]:
         except RuntimeError:  # files of before torch 1.6 can't be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        unsupported = re.search(r"Unsupported (?:global|class|operand).*|GLOBAL \S+", str(error))
+        if unsupported is None and not zipfile.is_zipfile(path):
+            raise ValueError(f"{path} is not a torch file, or is damaged") from error
         raise ValueError(
             f"{path} holds more than tensors and plain values, and reading that could run any code; save its state "
-            f"dict alone (torch.save(model.state_dict(), ...)) where you trust it. What was in the way: {error}"
+            "dict alone (torch.save(model.state_dict(), ...)) where you trust it. What was in the way: "
+            f"{unsupported[0] if unsupported else _first_line(error)}"
         ) from error
     except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is not a torch file: {error}") from error
+        raise ValueError(f"{path} is not a torch file, or is damaged: {_first_line(error)}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a state dict")
     return _state_dict(content, str(path)), content.get(CONFIG_KEY)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _state_dict(content: Mapping, where: str) -> dict[str, Tensor]:
