@@ -23,6 +23,8 @@ commands:
   train    train on photographs and captions, evaluate retrieval, draw plots
   eval     evaluate a finished run again, also on other data
   query    rank pictures for a sentence, or captions for a picture
+  caption  write captions of pictures with a finished run
+  routes   draw the beams of experts that pictures went through
   convert  turn a Q-Former checkpoint of transformers, LAVIS or BERT into ours, or ours into theirs
   bench    measure every operator against its rivals on this machine, and write a report
   doctor   say what works on this machine, what is missing and what to do
@@ -34,6 +36,7 @@ examples:
   moe-zero train --out runs/demo --resume
   moe-zero query --run runs/demo --text "a cup of coffee"
   moe-zero query --run runs/demo --image photo.jpg
+  moe-zero caption --run runs/demo photo.jpg
   torchrun --nproc-per-node 4 -m moe_zero.cli train --out runs/big
 
 'moe-zero COMMAND --help' lists the options of a command.

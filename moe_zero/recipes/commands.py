@@ -1,5 +1,5 @@
-"""The commands ``train``, ``plan``, ``eval``, ``query`` and ``convert``. The options of ``train`` are the fields of
-`TrainConfig`."""
+"""The commands ``train``, ``plan``, ``eval``, ``query``, ``caption`` and ``convert``. The options of ``train`` are the
+fields of `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -147,6 +147,95 @@ def query(
         print(json.dumps([{"match": name, "similarity": score} for name, score in ranking[:top]], indent=2))
     else:
         Reporter(processes.is_first).ranking(f"Best for {text or image}", ranking[:top])
+
+
+@app.command("caption")
+@_with_plain_errors
+def caption(
+    pictures: Annotated[
+        list[str] | None, typer.Argument(metavar="[IMAGE]...", help="Pictures; - reads paths from standard input.")
+    ] = None,
+    image: Annotated[list[str] | None, typer.Option(help="The same as an argument; repeatable.")] = None,
+    run: RUN = Path(TrainConfig.out),
+    num_captions: Annotated[int, typer.Option(help="Captions of each picture.")] = 1,
+    beams: Annotated[
+        int | None, typer.Option(help="Follow so many texts and keep the best. [default: as many as captions]")
+    ] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw words by their probability instead.")] = False,
+    temperature: Annotated[float, typer.Option(help="With --sample: below 1 likely words become likelier.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="With --sample: draw among the likeliest words of this share.")] = 0.9,
+    max_words: Annotated[int, typer.Option(help="Word pieces of a caption at most.")] = 30,
+    seed: Annotated[int, typer.Option(help="With --sample: the same seed draws the same captions.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a picture.")] = False,
+) -> None:
+    """Write captions of pictures with a finished run.
+
+    Prints a line for each caption: the picture, a tab, the caption. The best word is taken each time, unless --beams or
+    --sample say otherwise. The middle of a picture is what is looked at.
+
+    moe-zero caption --run runs/demo photo.jpg
+
+    moe-zero caption --run runs/demo --beams 5 --num-captions 3 photo.jpg other.png
+
+    find . -name '*.jpg' | moe-zero caption --run runs/demo --json - > captions.jsonl
+    """
+    named = [*(pictures or []), *(image or [])]
+    if "-" in named:
+        named = [path for path in named if path != "-"] + [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not named:
+        raise ValueError("caption takes pictures: moe-zero caption --run runs/demo photo.jpg")
+    missing = [path for path in named if not Path(path).is_file()]
+    if missing:
+        raise FileNotFoundError(f"image is {missing[0]!r}, but there is no such file")
+    from moe_zero.recipes.captions import check_available
+
+    check_available()
+    import torch
+
+    from moe_zero.qformer.captioning import CaptionOptions
+    from moe_zero.recipes.trained import CaptionWriter
+
+    options = CaptionOptions(
+        num_captions=num_captions,
+        beams=(1 if sample else num_captions) if beams is None else beams,
+        sample=sample,
+        temperature=temperature,
+        top_p=top_p,
+        max_words=max_words,
+    )
+    with joined() as processes:
+        torch.manual_seed(seed)
+        written = CaptionWriter.open(run, processes).write(named, options)
+        if not processes.is_first:
+            return
+    for path, captions in zip(named, written, strict=True):
+        if as_json:
+            print(json.dumps({"image": path, "captions": captions}, ensure_ascii=False))
+        else:
+            for text in captions:
+                print(f"{path}\t{text}")
+
+
+@app.command("routes")
+@_with_plain_errors
+def routes(
+    pictures: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Pictures.")],
+    run: RUN = Path(TrainConfig.out),
+    out: Annotated[Path, typer.Option(help="The drawing, a .png, .svg or .pdf file.")] = Path("routes.png"),
+) -> None:
+    """Draw the beams of experts that pictures went through in a finished run: what docs/routing.md explains.
+
+    moe-zero routes --run runs/demo photo.jpg other.jpg --out routes.png
+    """
+    from moe_zero.recipes.plots import draw_beams
+    from moe_zero.recipes.trained import trace_pictures
+
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"out is {str(out)!r}; it must end in .png, .svg or .pdf")
+    with joined() as processes:
+        traced, num_routed = trace_pictures(run, pictures, processes)
+        draw_beams(traced, num_routed, out)
+    print(out)
 
 
 @app.command("convert")

@@ -93,14 +93,16 @@ class TrainConfig:
     embed_dim: int = option(256, "Width of the contrastive space.", panel="Model")
 
     objectives: tuple[str, ...] = option(
-        OBJECTIVES, "What to train: itc (contrastive), itm (matching).", panel="Training"
+        OBJECTIVES, "What to train: itc (contrastive), itm (matching), lm (captions).", panel="Training"
     )
     gate_weight: float = option(0.01, "Weight of the gate loss, which keeps the experts evenly used.", panel="Training")
     steps: int = option(50, "Optimizer steps.", panel="Training")
     batch_size: int = option(16, "Pairs in a step, over all processes together.", panel="Training")
     lr: float = option(3e-4, "Highest learning rate.", panel="Training")
     min_lr: float = option(1e-6, "Learning rate at the end of the cosine.", panel="Training")
-    warmup_steps: int = option(10, "Steps in which the learning rate rises.", panel="Training")
+    warmup_steps: int | None = option(
+        None, "Steps in which the learning rate rises; by default a fifth of all, at most 10.", panel="Training"
+    )
     weight_decay: float = option(0.05, "AdamW's, except on biases, norms and the temperature.", panel="Training")
     clip_norm: float = option(1.0, "Largest gradient norm; 0 turns clipping off.", panel="Training")
     precision: str = option("fp32", "fp32, or bf16 for the products (weights and losses stay fp32).", panel="Training")
@@ -121,7 +123,6 @@ class TrainConfig:
             "threads",
             "seed",
             "gate_weight",
-            "warmup_steps",
             "weight_decay",
             "clip_norm",
             "checkpoint_every",
@@ -134,6 +135,8 @@ class TrainConfig:
         )
         self._check("batch_size", self.batch_size % self.nproc == 0, f"a multiple of nproc, which is {self.nproc}")
         self._check("max_text_tokens", 4 <= self.max_text_tokens <= 512, "from 4 to 512")
+        self._check("data", bool(self.data.strip()), "photographs, or a .jsonl or .csv file")
+        self._check("warmup_steps", 0 <= self.warmup <= self.steps, f"from 0 to steps, which is {self.steps}")
         self._check("lr", self.lr > 0, "greater than 0")
         self._check("log_every", self.log_every >= 1, "at least 1")
         self._check("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
@@ -163,12 +166,25 @@ class TrainConfig:
             (kind == "timm") == (self.encoder_checkpoint is not None),
             "a file where encoder is timm:NAME (random weights see nothing), and only there",
         )
-        self.qformer(encoder_width=8)  # its own errors name its own fields
+        model = self.qformer(encoder_width=8)  # its own errors name its own fields
+        if model.beam_layers:
+            routes = (model.num_experts - 1) ** len(model.beam_layers)
+            if model.num_beams - 1 > routes:
+                raise ValueError(
+                    f"num_beams is {model.num_beams}; it must be at most {routes + 1}: {model.num_experts - 1} routed "
+                    f"experts in {len(model.beam_layers)} layers make {routes} different routes, and one beam is the "
+                    "universal expert's"
+                )
 
     def _check(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
             value = getattr(self, name)
             raise ValueError(f"{name} is {list(value) if isinstance(value, tuple) else value!r}; it must be {wanted}")
+
+    @property
+    def warmup(self) -> int:
+        """``warmup_steps``, or what stands for it."""
+        return min(10, self.steps // 5) if self.warmup_steps is None else self.warmup_steps
 
     def qformer(self, encoder_width: int) -> QFormerConfig:
         """The model's configuration: the preset, the fields of `ARCHITECTURE` that are set, and the image width."""
@@ -256,6 +272,7 @@ def _tuple(name: str, value: Any) -> tuple:
     return tuple(value)
 
 
+ARTICLES = {"int": "an", "float": "a", "str": "a", "bool": "a"}
 _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
@@ -268,4 +285,6 @@ def _check_type(item: Field, value: Any) -> None:
         return
     if not isinstance(value, _TYPES[kind]) or (kind != "bool" and isinstance(value, bool)):
         hint = " (YAML reads numbers such as 3e-4 as text: write 3.0e-4)" if kind == "float" else ""
-        raise ValueError(f"{item.name} is {value!r}, a {type(value).__name__}; it must be a {kind}{hint}")
+        raise ValueError(
+            f"{item.name} is {value!r}, a {type(value).__name__}; it must be {ARTICLES[kind]} {kind}{hint}"
+        )

@@ -2,7 +2,8 @@
 
 A table is JSON lines or CSV with the columns ``image`` (a path, relative to the table's folder) and ``caption``, one
 caption a row. An optional column ``split`` says ``train`` or ``eval``; without it the last caption of every picture
-that has several is held out for evaluation.
+that has several is held out for evaluation. An optional column ``objects`` holds the words that name what is in the
+picture, separated by semicolons (in JSON also a list); captions that a run writes are judged by them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Picture:
     """Width and height in pixels, upright."""
     train_captions: tuple[str, ...]
     eval_captions: tuple[str, ...]
+    objects: tuple[str, ...] = ()
+    """Words that name what it shows, as far as the data say."""
 
     @property
     def held_out_captions(self) -> bool:
@@ -73,6 +76,8 @@ class _Captions:
     name: str
     size: tuple[int, int]
     by_split: dict[str, list[str]] = field(default_factory=lambda: {"train": [], "eval": [], "": []})
+    objects: dict[str, None] = field(default_factory=dict)
+    """In the order of the table, each once."""
 
 
 class PictureIndex:
@@ -164,7 +169,7 @@ def _default(index: PictureIndex) -> CaptionData:
                 "pip install 'scikit-image<0.27'"
             )
         digest, size = index.look(path)
-        pictures.append(Picture(path, path.stem, digest, size, train, held_out))
+        pictures.append(Picture(path, path.stem, digest, size, train, held_out, photographs.OBJECTS[name]))
     return CaptionData(tuple(pictures))
 
 
@@ -183,6 +188,7 @@ def _table(path: Path, skip_bad: bool, index: PictureIndex) -> CaptionData:
                 raise DataError(f"caption is {caption!r}; it must be a sentence")
             if split not in (*SPLITS, ""):
                 raise DataError(f"split is {split!r}; it must be train or eval")
+            objects = _objects(row.get("objects"))
             file = (path.parent / image).resolve()
             if not file.is_file():
                 raise DataError(f"image {image!r} does not exist (looked for {file})")
@@ -193,7 +199,9 @@ def _table(path: Path, skip_bad: bool, index: PictureIndex) -> CaptionData:
         except DataError as error:
             bad.append(f"{where}: {error}")
             continue
-        captions = found.setdefault(digest, _Captions(file, image, size)).by_split[split]
+        entry = found.setdefault(digest, _Captions(file, image, size))
+        entry.objects |= dict.fromkeys(objects)
+        captions = entry.by_split[split]
         caption = " ".join(caption.split())
         if caption not in captions:
             captions.append(caption)
@@ -216,7 +224,14 @@ def _picture(digest: str, entry: _Captions) -> Picture:
         train, held_out = (free[:-1], free[-1:]) if len(free) > 1 else (free, free)
     else:
         train = train + free
-    return Picture(entry.path, entry.name, digest, entry.size, tuple(train), tuple(held_out))
+    return Picture(entry.path, entry.name, digest, entry.size, tuple(train), tuple(held_out), tuple(entry.objects))
+
+
+def _objects(value: object) -> list[str]:
+    words = value.split(";") if isinstance(value, str) else value or []
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise DataError(f"objects is {value!r}; it must be words separated by semicolons, such as 'cat; kitten'")
+    return [word for word in map(str.strip, words) if word]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict | str]]:

@@ -194,6 +194,28 @@ CAPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
+OBJECTS: dict[str, tuple[str, ...]] = {
+    "astronaut.png": ("astronaut", "woman", "crew member"),
+    "brick.png": ("brick", "bricks", "brickwork", "masonry"),
+    "camera.png": ("cameraman", "photographer", "camera"),
+    "cell.png": ("cell", "cells"),
+    "chelsea.png": ("cat", "kitten"),
+    "clock_motion.png": ("clock",),
+    "coffee.png": ("coffee", "espresso", "cup"),
+    "coins.png": ("coin", "coins", "money"),
+    "grass.png": ("grass", "lawn", "grassy"),
+    "gravel.png": ("gravel", "pebble", "pebbles", "stone", "stones", "crushed rock"),
+    "hubble_deep_field.jpg": ("galaxy", "galaxies", "universe", "stars"),
+    "ihc.png": ("tissue", "gland", "glands", "histology", "pathology", "immunohistochemistry"),
+    "moon.png": ("moon", "lunar", "crater", "craters"),
+    "motorcycle_left.png": ("motorcycle", "motorbike", "bike"),
+    "page.png": ("page", "text", "paragraph", "paper", "documentation"),
+    "retina.jpg": ("retina", "retinal", "eye", "fundus"),
+    "rocket.jpg": ("rocket", "falcon", "launch vehicle"),
+    "text.png": ("handwriting", "handwritten", "equations", "formulas", "mathematics", "maths", "calculus", "by hand"),
+}
+"""What a caption has to name, one of it, to be right about a photograph."""
+
 
 def folder() -> Path:
     """The folder in which scikit-image keeps its pictures (the package itself is not imported).

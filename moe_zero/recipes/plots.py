@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from moe_zero.recipes.beams import RoutedLayer
+from moe_zero.recipes.captions import CaptionEvaluation
 from moe_zero.recipes.retrieval import Retrieval
 
 SHOWN = 40
@@ -45,11 +48,11 @@ def draw_losses(metrics: Path, file: Path) -> None:
             axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
             axis.plot(steps, _smooth(values), color=colour, label=label, linewidth=2)
 
-    matching = {"itm": "matching"} if "itm" in rows[0] else {}
-    lines(losses, {"loss": "total", "itc": "contrastive", **matching, "gate": "gate (before its weight)"})
+    others = {key: label for key, label in {"itm": "matching", "lm": "captions"}.items() if key in rows[0]}
+    lines(losses, {"loss": "total", "itc": "contrastive", **others, "gate": "gate (before its weight)"})
     losses.set(title="Losses", ylim=(0, None))
     losses.legend()
-    lines(accuracy, {f"{key}_accuracy": label for key, label in {"itc": "contrastive", **matching}.items()})
+    lines(accuracy, {f"{key}_accuracy": label for key, label in {"itc": "contrastive", **others}.items()})
     accuracy.set(title="Accuracy in the batch", ylim=(0, 1.03))
     accuracy.legend(loc="lower right")
     rate.plot(steps, [row["lr"] for row in rows], color=GREY, linewidth=2)
@@ -145,6 +148,125 @@ def draw_experts(
     figure.suptitle("Routed expert that the unseen crops of each picture took")
     figure.legend(handles, labels, loc="outside lower center", ncols=min(routed, 8), title="expert", frameon=False)
     figure.savefig(file, dpi=140)
+
+
+@rc_context(STYLE)
+def draw_routing(metrics: Path, layers: Sequence[int], file: Path) -> None:
+    """Load of every routed expert in training, layer by layer, and its entropy, from a run's ``metrics.jsonl``."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row["step"] for row in rows]
+    loads_SLR = np.array([row["expert_load"] for row in rows])
+    figure = Figure(figsize=(3.2 * len(layers) + 3.6, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(layers) + 1)
+    for place, (axis, layer) in enumerate(zip(axes, layers, strict=False)):
+        for expert in range(loads_SLR.shape[2]):
+            colour = COLOURS[expert % len(COLOURS)]
+            values = loads_SLR[:, place, expert].tolist()
+            axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+            axis.plot(steps, _smooth(values), color=colour, linewidth=2, label=f"{expert}")
+        axis.axhline(1 / loads_SLR.shape[2], color=GREY, linewidth=1, linestyle=":")
+        axis.set(title=f"layer {layer}: load", xlabel="step", ylim=(-0.03, 1.03))
+    axes[0].legend(title="expert", ncols=min(loads_SLR.shape[2], 4), loc="upper left")
+    for place, layer in enumerate(layers):
+        entropy = [row["load_entropy"][place] for row in rows]
+        axes[-1].plot(steps, _smooth(entropy), linewidth=2, color=COLOURS[-1 - place % len(COLOURS)], label=f"{layer}")
+    axes[-1].set(title="entropy of the load (1: even)", xlabel="step", ylim=(0, 1.03))
+    axes[-1].legend(title="layer", loc="lower left")
+    figure.savefig(file, dpi=140)
+
+
+@rc_context(STYLE)
+def draw_captions(written: CaptionEvaluation, thumbnails: Sequence, file: Path) -> None:
+    """Every picture with the caption of most of its unseen crops; a mark says whether it names the object.
+
+    Args:
+        thumbnails: a ``PIL.Image`` of each of the first pictures, which are shown.
+    """
+    pictures = written.pictures[: len(thumbnails)]
+    columns = min(6, len(pictures))
+    rows = -(-len(pictures) // columns)
+    figure = Figure(figsize=(2.3 * columns, 2.9 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, picture, image in zip(axes.flat, pictures, thumbnails, strict=False):
+        axis.imshow(np.asarray(_middle(image)))
+        lines = textwrap.wrap(picture.usual, 30)[:4] or ["(nothing)"]
+        colour = "black"
+        if picture.accepted:
+            lines.append(f"right in {picture.right} of {len(picture.captions)} crops")
+            colour = "#047857" if picture.is_named else "#b91c1c"
+        axis.set_title("\n".join(lines), fontsize=8, color=colour, y=-0.03, va="top")
+    figure.suptitle("Captions of unseen crops", fontsize=11)
+    figure.savefig(file, dpi=110)
+
+
+@rc_context(STYLE)
+def draw_beams(pictures: Sequence[tuple[object, Sequence[RoutedLayer]]], num_routed: int, file: Path) -> None:
+    """The beams of experts of some pictures: a tree for each, from left to right through the routed layers.
+
+    A circle is a beam that a layer kept, at the height of the expert it took; its area is its score. Thin lines are
+    the ways that were tried and dropped, thick ones the way of the beam that was chosen in the end.
+
+    Args:
+        pictures: a ``PIL.Image`` and the beams of each.
+        num_routed: number of routed experts; the universal one is drawn below them.
+    """
+    layers = pictures[0][1]
+    width, height = 2.6 + 1.9 * len(layers), 1.0 + 0.85 * (num_routed + 1)
+    figure = Figure(figsize=(width, height * len(pictures)), layout="constrained")
+    rows = figure.subplots(len(pictures), 2, width_ratios=[1, 1.4 * len(layers)], squeeze=False)
+    for (shown, axis), (image, layers) in zip(rows, pictures, strict=True):
+        shown.imshow(np.asarray(_middle(image)))
+        shown.set_axis_off()
+        _draw_tree(axis, layers, num_routed)
+    figure.suptitle("Beams of experts: every kept beam is tried with every routed expert, the best stay")
+    figure.savefig(file, dpi=130)
+
+
+def _draw_tree(axis, layers: Sequence[RoutedLayer], num_routed: int) -> None:
+    spread = 0.34
+
+    def place(column: int, beams: Sequence, number: int) -> tuple[float, float]:
+        """Beams that took the same expert stand one above the other."""
+        same = [other for other, beam in enumerate(beams) if beam.expert == beams[number].expert]
+        return column, beams[number].expert + spread * (same.index(number) - (len(same) - 1) / 2)
+
+    chosen, way = 0, []
+    for layer in reversed(layers):
+        way.append(chosen)
+        chosen = layer.beams[chosen].parent
+    way.reverse()
+    before = [(-1.0, (num_routed - 1) / 2)]
+    for column, layer in enumerate(layers):
+        taken = {(beam.parent, beam.expert) for beam in layer.beams}
+        for parent, (x, y) in enumerate(before):
+            for expert in range(num_routed):
+                if (parent, expert) not in taken:
+                    axis.plot([x, column], [y, expert], color="#d1d5db", linewidth=0.8, linestyle="--", zorder=1)
+        now = [place(column, layer.beams, number) for number in range(len(layer.beams))]
+        for number, (beam, (x, y)) in enumerate(zip(layer.beams, now, strict=True)):
+            colour = COLOURS[beam.expert % len(COLOURS)]
+            x_before, y_before = before[beam.parent]
+            width = 3.5 if number == way[column] else 1.2
+            axis.plot([x_before, x], [y_before, y], color=colour, linewidth=width, zorder=2)
+            axis.scatter([x], [y], s=60 + 240 * beam.score, color=colour, zorder=3)
+            axis.annotate(f"{beam.score:.2f}", (x, y), (0, 10), textcoords="offset points", fontsize=8, ha="center")
+        before = now
+    universal = num_routed
+    end = len(layers)
+    axis.plot([-1, end - 1], [universal, universal], color=GREY, linewidth=2)
+    axis.plot(
+        [end - 1, end - 0.4], [before[0][1], universal / 2], color=COLOURS[layers[-1].beams[0].expert], linewidth=3.5
+    )
+    axis.plot([end - 1, end - 0.4], [universal, universal / 2], color=GREY, linewidth=2)
+    axis.annotate("+", (end - 0.4, universal / 2), ha="left", va="center", fontsize=14)
+    axis.set_xticks(range(-1, end), ["queries", *(f"layer {layer.index}" for layer in layers)])
+    axis.set_yticks(range(num_routed + 1), [*(f"expert {expert}" for expert in range(num_routed)), "universal"])
+    axis.set(xlim=(-1.1, end), ylim=(num_routed + 0.4, -0.6))
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
 
 
 def _middle(image, ratio: float = 1.0):

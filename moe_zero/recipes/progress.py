@@ -62,6 +62,37 @@ class Reporter:
             table.add_row(direction.replace("_", " "), *shares, str(found["queries"]), str(found["candidates"]))
         self.console.print(table)
 
+    def routing(self, layers: Sequence[dict]) -> None:
+        """The table of `routing.figures`; nothing for a dense model."""
+        if not layers:
+            return
+        table = Table(title="Experts that the unseen crops took", title_justify="left")
+        for column in ("layer", "load of each routed expert", "entropy (1: even)", "dead experts"):
+            table.add_column(column, justify="right")
+        for layer in layers:
+            load = "  ".join(f"{share:.0%}" for share in layer["load"])
+            dead = ", ".join(map(str, layer["dead"])) or "none"
+            table.add_row(str(layer["layer"]), load, f"{layer['entropy']:.2f}", dead)
+        self.console.print(table)
+
+    def captions(self, figures: dict) -> None:
+        """The table of `CaptionEvaluation.figures`."""
+        table = Table(title="Captions of unseen crops (that of most crops of each picture)", title_justify="left")
+        judged = "object_accuracy" in figures
+        for column in ("picture", "caption", *(("accepted words", "right") if judged else ())):
+            table.add_column(column, overflow="fold")
+        for own in figures["pictures"]:
+            usual = max(own["captions"], key=own["captions"].count)
+            right = "" if own["named"] is None else f"{own['named']} of {len(own['captions'])}"
+            table.add_row(own["picture"], usual, *((", ".join(own["accepted"]), right) if judged else ()))
+        self.console.print(table)
+        if judged:
+            self.say(
+                f"the right object is named for {figures['object_accuracy']:.1%} of {figures['judged_pictures']} "
+                f"pictures, in {figures['caption_accuracy']:.1%} of the captions "
+                f"({figures['chance']:.1%} if the captions were dealt out at random)"
+            )
+
     def ranking(self, title: str, rows: Sequence[tuple[str, float]]) -> None:
         """The best of a search, each with its similarity."""
         table = Table(title=title, title_justify="left")
@@ -84,8 +115,9 @@ class StepReport:
 
     def __call__(self, row: dict, total: int) -> None:
         accuracy = f"acc {row['itc_accuracy']:.2f}"
-        if "itm_accuracy" in row:
-            accuracy += f"/{row['itm_accuracy']:.2f}"
+        for objective in ("itm", "lm"):
+            if f"{objective}_accuracy" in row:
+                accuracy += f"/{row[f'{objective}_accuracy']:.2f}"
         figures = (
             f"loss {row['loss']:.3f}  {accuracy}  lr {row['lr']:.1e}  "
             f"{row['samples_per_second']:.1f} samples/s  {row['memory_mib'] / 1024:.2f} GiB"

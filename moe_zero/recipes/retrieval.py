@@ -125,7 +125,7 @@ def embed_images(
         num_layers = route_BL.shape[1]
         return torch.cat([queries_BQC.flatten(1), route_BL.float()], dim=1)
 
-    rows = _divided(embed, count, processes)
+    rows = divided(embed, count, processes)
     image_IQC = rows[:, : rows.shape[1] - num_layers].unflatten(1, (num_queries, -1))
     return image_IQC, rows[:, -num_layers:].long() if num_layers else None
 
@@ -142,7 +142,7 @@ def embed_texts(model: nn.Module, captions: tuple[Tensor, Tensor], processes: Pr
         ids_BT, mask_BT = (part[numbers].to(processes.device) for part in captions)
         return model(input_ids=ids_BT, attention_mask=mask_BT, task="texts")
 
-    return _divided(embed, len(captions[0]), processes)
+    return divided(embed, len(captions[0]), processes)
 
 
 def similarity(image_IQC: Tensor, text_KC: Tensor) -> Tensor:
@@ -181,7 +181,9 @@ def recall(scores_NM: Tensor, positive_NM: Tensor) -> Direction:
     )
 
 
-def _divided(function: Callable[[list], Tensor], items: int | Sequence, processes: Processes) -> Tensor:
+def divided(
+    function: Callable[[list], Tensor], items: int | Sequence, processes: Processes, batch: int = BATCH
+) -> Tensor:
     """``function`` on batches of numbers (or of items), each process its share; all rows at every process, in order.
 
     All processes call the function equally often, since a sharded model gathers its weights in every call: the last
@@ -190,7 +192,7 @@ def _divided(function: Callable[[list], Tensor], items: int | Sequence, processe
     items = list(range(items)) if isinstance(items, int) else list(items)
     share = math.ceil(len(items) / processes.world_size)
     mine = [items[min(processes.rank * share + offset, len(items) - 1)] for offset in range(share)]
-    rows = torch.cat([function(mine[start : start + BATCH]) for start in range(0, share, BATCH)])
+    rows = torch.cat([function(mine[start : start + batch]) for start in range(0, share, batch)])
     return processes.concatenated(rows.float())[: len(items)]
 
 
@@ -198,6 +200,6 @@ def _reranked(scores_NM: Tensor, best: int, match: Callable, processes: Processe
     """The scores with the ``best`` of each row replaced by matching logits, lifted above all others."""
     top_NB = scores_NM.topk(min(best, scores_NM.shape[1]), dim=1).indices
     pairs = [(row, column) for row, columns in enumerate(top_NB.tolist()) for column in columns]
-    logits_NB = _divided(match, pairs, processes).view_as(top_NB)
+    logits_NB = divided(match, pairs, processes).view_as(top_NB)
     # Sigmoid is between 0 and 1 and cosines are at most 1, so 2 + sigmoid keeps every reranked candidate in front.
     return scores_NM.scatter(1, top_NB, 2 + logits_NB.double().sigmoid().to(scores_NM.dtype))

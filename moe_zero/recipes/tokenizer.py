@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-DEC = "[DEC]"
+DEC, SEP = "[DEC]", "[SEP]"
 
 
 def minilm_folder() -> Path:
@@ -41,14 +41,22 @@ class CaptionTokenizer:
     def __init__(self, max_tokens: int):
         from tokenizers import AddedToken, Tokenizer
 
+        self.max_tokens = max_tokens
         self._tokenizer = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
         self._tokenizer.add_special_tokens([AddedToken(DEC, special=True)])
         self._tokenizer.enable_truncation(max_tokens)
         self._tokenizer.no_padding()
         self.dec_id: int = self._tokenizer.token_to_id(DEC)
+        """What a caption that is predicted starts with."""
+        self.sep_id: int = self._tokenizer.token_to_id(SEP)
+        """What every caption ends with."""
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Token numbers to words, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def __call__(self, captions: Sequence[str], length: int | None = None) -> tuple[Tensor, Tensor]:
         """Token numbers and mask, int64 [N, T] each; T is ``length``, or that of the longest caption."""

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from moe_zero.qformer import QFormerLayer
+from moe_zero.qformer.checkpoint import MODEL_TYPE
+from moe_zero.qformer.weight_files import write_weights
+from moe_zero.recipes import routing
+from moe_zero.recipes.captions import CaptionEvaluation, PictureCaptions, caption_crops, check_available
 from moe_zero.recipes.config import TrainConfig
-from moe_zero.recipes.plots import draw_experts, draw_losses, draw_similarity
+from moe_zero.recipes.plots import draw_captions, draw_experts, draw_losses, draw_routing, draw_similarity
 from moe_zero.recipes.prepare import Prepared, build_model, load_data_once, prepare
 from moe_zero.recipes.processes import Processes, StopSignal, joined, launch, peak_memory_mib, return_freed_memory
 from moe_zero.recipes.progress import Reporter
@@ -46,17 +49,21 @@ def train(config: TrainConfig) -> dict:
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         config = config.with_(resume=True, overwrite=False)  # torchrun --max-restarts: go on where the last try was
+    if "lm" in config.objectives:
+        check_available()
     if int(os.environ.get("RANK", "0")) == 0:
         load_data_once(config)  # so that errors in the data show before processes are started
-        _open_folder(Path(config.out), config)
+        if not _open_folder(Path(config.out), config) and config.resume:
+            Reporter(speaks=True).say(f"{config.out} holds no run to resume: starting a new one")
     return launch(run, config.nproc, config)
 
 
-def _open_folder(folder: Path, config: TrainConfig) -> None:
+def _open_folder(folder: Path, config: TrainConfig) -> bool:
+    """Make the folder ready, and say whether there is a run in it to go on with."""
     started = folder / CONFIG
     if config.resume and started.exists():
         config.check_resumes(TrainConfig.load(started))
-        return
+        return True
     if started.exists() and not config.overwrite:
         raise FileExistsError(
             f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, or choose another "
@@ -68,6 +75,7 @@ def _open_folder(folder: Path, config: TrainConfig) -> None:
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     config.with_(resume=False, overwrite=False).save(started)
+    return False
 
 
 def run(config: TrainConfig) -> dict:
@@ -76,8 +84,8 @@ def run(config: TrainConfig) -> dict:
     with joined(config.device, config.threads) as processes:
         if config.batch_size % processes.world_size:
             raise ValueError(
-                f"batch_size is {config.batch_size}; it must be a multiple of the {processes.world_size} processes, "
-                "which take equal parts of it"
+                f"batch_size is {config.batch_size}; it must be a multiple of {processes.world_size}, the number of "
+                "processes, which take equal parts of it"
             )
         reporter = Reporter(processes.is_first, config.log_every)
         folder = Path(config.out)
@@ -85,6 +93,9 @@ def run(config: TrainConfig) -> dict:
             summary = json.loads((folder / SUMMARY).read_text())
             reporter.say(f"the run in {folder} is finished")
             reporter.retrieval(summary["retrieval"])
+            reporter.routing(summary.get("routing", []))
+            if "captions" in summary:
+                reporter.captions(summary["captions"])
             return summary
         prepared = prepare(config, processes, counting=reporter.counting)
         data = prepared.data
@@ -116,10 +127,23 @@ def _conclude(job: Job, prepared: Prepared, reporter: Reporter, started: float) 
     found = evaluate(job.sharded, prepared, processes, config)
     evaluate_seconds = time.perf_counter() - evaluate_started
     reporter.retrieval(found.figures())
+    qformer = config.qformer(prepared.encoder_width)
+    loads = []
+    if found.routes_IL is not None:
+        loads = routing.loads_of_routes(found.routes_IL, qformer.routed_layers, qformer.num_experts - 1)
+    reporter.routing(routing.figures(loads))
+    written = None
+    if "lm" in config.objectives:
+        caption_started = time.perf_counter()
+        written = evaluate_captions(job.sharded, prepared, processes, config)
+        caption_seconds = time.perf_counter() - caption_started
+        reporter.captions(written.figures())
     weights = job.sharded.state_dict_full(rank0_only=True)
     peak = torch.tensor([peak_memory_mib(processes.device)], dtype=torch.float64, device=processes.device)
     summary = {
         "retrieval": found.figures(),
+        **({"captions": written.figures()} if written is not None else {}),
+        "routing": routing.figures(loads),
         "data": {
             "train_pictures": len(data.train),
             "eval_pictures": len(data.eval),
@@ -134,16 +158,19 @@ def _conclude(job: Job, prepared: Prepared, reporter: Reporter, started: float) 
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     if processes.is_first:
-        save_file({name: value.contiguous() for name, value in weights.items()}, folder / MODEL)
+        # With the configuration that moe-zero convert needs.
+        recorded = {"model_type": MODEL_TYPE, **job.qformer.to_dict()}
+        write_weights({name: value.contiguous() for name, value in weights.items()}, folder / MODEL, recorded, {})
         steps = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
         step_seconds = [row["seconds"] for row in steps]  # of all steps, also those before the run was resumed
-        pictures = draw_all(folder, found, prepared)
+        pictures = draw_all(folder, found, prepared, written)
         summary["final"] = steps[-1]
         summary["seconds"] = {
             "features": prepared.seconds,
             "train": sum(step_seconds),
             "step_median": statistics.median(step_seconds),
             "evaluate": evaluate_seconds,
+            **({"captions": caption_seconds} if written is not None else {}),
             "total": time.perf_counter() - started,
         }
         (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
@@ -160,6 +187,7 @@ class Job:
         self.folder = Path(config.out)
         self.source = prepared.batches()
         model = build_model(config, prepared.encoder_width).to(processes.device)
+        self.qformer = model.qformer.config
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.sharded = shard(model, QFormerLayer, group_fn=_decay_group)
         self.optimizer = torch.optim.AdamW(
@@ -242,11 +270,21 @@ class Job:
         if step % STEPS_PER_TRIM == 0:
             return_freed_memory(processes.device)
         flag = losses.total.new_tensor(float(stop.received))
-        *figures, stopping = processes.mean(torch.stack([losses.total.detach(), *losses[1:], flag])).tolist()
+        values = {"loss": losses.total.detach(), **losses._asdict(), "stop": flag}
+        del values["total"]
+        load_LR = values.pop("expert_load_LR")
+        loads = [] if load_LR is None else load_LR.flatten()
+        *figures, stopping = processes.mean(torch.stack([*loads, *values.values()])).tolist()
+        row = dict(zip(values, figures[len(loads) :], strict=False))
+        for objective in {"itm", "lm"} - set(config.objectives):
+            del row[objective], row[f"{objective}_accuracy"]
+        if load_LR is not None:
+            experts = load_LR.shape[1]
+            row["expert_load"] = [figures[first : first + experts] for first in range(0, len(loads), experts)]
+            of_layers = [routing.LayerLoad.of(layer, load) for layer, load in enumerate(row["expert_load"])]
+            row["load_entropy"] = [layer.entropy for layer in of_layers]
+            row["dead_experts"] = sum(len(layer.dead) for layer in of_layers)
         seconds = time.perf_counter() - start
-        row = dict(zip(("loss", *losses._fields[1:]), figures, strict=True))
-        if "itm" not in config.objectives:
-            del row["itm"], row["itm_accuracy"]
         return {
             "step": step + 1,
             **row,
@@ -262,9 +300,9 @@ def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
     """Step to learning rate over ``config.lr``: a straight rise, then half a cosine down to ``min_lr``."""
 
     def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
         low = config.min_lr / config.lr
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
@@ -296,7 +334,28 @@ def evaluate(model: nn.Module, prepared: Prepared, processes: Processes, config:
     return found
 
 
-def draw_all(folder: Path, found: Retrieval, prepared: Prepared) -> list[str]:
+def evaluate_captions(
+    model: nn.Module, prepared: Prepared, processes: Processes, config: TrainConfig
+) -> CaptionEvaluation:
+    """A caption of every evaluation crop; every process takes part."""
+    image, owner_I = prepared.eval_images()
+    was_training = model.training
+    model.eval()
+    with autocast(config, processes):
+        captions = caption_crops(model, image, len(owner_I), prepared.tokenizer, processes)
+    model.train(was_training)
+    by_picture: list[list[str]] = [[] for _ in prepared.data.eval]
+    for caption, owner in zip(captions, owner_I.tolist(), strict=True):
+        by_picture[owner].append(caption)
+    return CaptionEvaluation(
+        tuple(
+            PictureCaptions(picture.name, tuple(own), picture.objects)
+            for picture, own in zip(prepared.data.eval, by_picture, strict=True)
+        )
+    )
+
+
+def draw_all(folder: Path, found: Retrieval, prepared: Prepared, written: CaptionEvaluation | None = None) -> list[str]:
     """The PNG files of a run; returns their names."""
     from moe_zero.recipes.data import read_image
     from moe_zero.recipes.plots import SHOWN
@@ -305,13 +364,18 @@ def draw_all(folder: Path, found: Retrieval, prepared: Prepared) -> list[str]:
     drawn = ["losses.png", "similarity.png"]
     draw_losses(folder / METRICS, folder / drawn[0])
     draw_similarity(found, names, folder / drawn[1])
+    thumbnails = []
+    for picture in prepared.data.eval[:SHOWN]:
+        image = read_image(picture.path)
+        image.thumbnail((160, 160))
+        thumbnails.append(image)
+    if written is not None:
+        drawn.append("captions.png")
+        draw_captions(written, thumbnails, folder / drawn[-1])
     if found.routes_IL is not None:
-        thumbnails = []
-        for picture in prepared.data.eval[:SHOWN]:
-            image = read_image(picture.path)
-            image.thumbnail((160, 160))
-            thumbnails.append(image)
         qformer = prepared.config.qformer(prepared.encoder_width)
+        drawn.append("routing.png")
+        draw_routing(folder / METRICS, qformer.routed_layers, folder / drawn[-1])
         drawn.append("experts.png")
         draw_experts(
             found.routes_IL,
@@ -320,7 +384,7 @@ def draw_all(folder: Path, found: Retrieval, prepared: Prepared) -> list[str]:
             names,
             qformer.routed_layers,
             qformer.num_experts - 1,
-            folder / drawn[2],
+            folder / drawn[-1],
         )
     return drawn
 

@@ -1,17 +1,24 @@
-"""Using a finished run: evaluate it again, or search with it."""
+"""Using a finished run: evaluate it again, search with it, let it write captions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import nn
 
+from moe_zero.recipes.beams import RoutedLayer, trace_beams
+from moe_zero.recipes.captions import check_available
 from moe_zero.recipes.config import TrainConfig
+from moe_zero.recipes.crops import centre
+from moe_zero.recipes.data import read_image
+from moe_zero.recipes.encoders import ImageEncoder, open_encoder
 from moe_zero.recipes.prepare import Prepared, build_model, encode_picture, prepare
 from moe_zero.recipes.processes import Processes
-from moe_zero.recipes.retrieval import Retrieval, embed_images, embed_texts, similarity
+from moe_zero.recipes.retrieval import BATCH, Retrieval, embed_images, embed_texts, similarity
+from moe_zero.recipes.tokenizer import CaptionTokenizer
 from moe_zero.recipes.train import CONFIG, MODEL, autocast, evaluate
 
 
@@ -34,21 +41,9 @@ class TrainedRun:
         Raises:
             FileNotFoundError: there is no run in ``folder``, or it has not come to its end.
         """
-        folder = Path(folder)
-        if not (folder / CONFIG).is_file():
-            raise FileNotFoundError(
-                f"{folder} holds no run ({CONFIG} is missing); moe-zero train --out {folder} makes one"
-            )
-        if not (folder / MODEL).is_file():
-            raise FileNotFoundError(
-                f"the run in {folder} has not come to its end ({MODEL} is missing); "
-                f"moe-zero train --out {folder} --resume brings it there"
-            )
-        config = TrainConfig.load(folder / CONFIG).with_(**changes)
+        config = _finished(Path(folder)).with_(**changes)
         prepared = prepare(config, processes, train=False)
-        model = build_model(config, prepared.encoder_width, initial=False)
-        model.load_state_dict(load_file(folder / MODEL), assign=True)
-        return cls(config, model.eval().to(processes.device), prepared, processes)
+        return cls(config, _model(config, folder, prepared.encoder_width, processes), prepared, processes)
 
     def retrieve(self) -> Retrieval:
         """Retrieval among the evaluation crops and captions."""
@@ -76,6 +71,108 @@ class TrainedRun:
 
     def _autocast(self):
         return autocast(self.config, self.processes)
+
+
+@dataclass
+class CaptionWriter:
+    """A run's model and what it takes to write captions of pictures from anywhere; the run's data are not needed."""
+
+    config: TrainConfig
+    model: nn.Module
+    encoder: ImageEncoder
+    tokenizer: CaptionTokenizer
+    processes: Processes
+
+    @classmethod
+    def open(cls, folder: str | Path, processes: Processes) -> CaptionWriter:
+        """Load a finished run.
+
+        Raises:
+            FileNotFoundError: there is no run in ``folder``, or it has not come to its end.
+            ValueError: it was trained without the objective lm.
+            ImportError: transformers, which chooses the words, is not installed.
+        """
+        config = _finished(Path(folder))
+        if "lm" not in config.objectives:
+            raise ValueError(
+                f"the run in {folder} was trained for {','.join(config.objectives)}; "
+                "captions need lm among --objectives"
+            )
+        check_available()
+        encoder = open_encoder(config.encoder, config.encoder_checkpoint)
+        model = _model(config, folder, encoder.shape()[1], processes)
+        return cls(config, model, encoder, CaptionTokenizer(config.max_text_tokens), processes)
+
+    def write(self, pictures: Sequence[str | Path], options) -> list[list[str]]:
+        """Captions of the middle of each picture.
+
+        Args:
+            options: `moe_zero.qformer.captioning.CaptionOptions`.
+
+        Raises:
+            OSError: Pillow can't read a picture; before any caption is written.
+        """
+        from moe_zero.qformer.captioning import write_captions
+
+        cut = []
+        for picture in pictures:
+            image = read_image(picture)
+            cut.append(centre(image.size).apply(image, self.encoder.image_size))
+        written = []
+        for first in range(0, len(cut), BATCH):
+            features = self.encoder.encode(cut[first : first + BATCH], self.processes.device).to(self.processes.device)
+            # What runs were trained on was rounded to fp16 on its way through the cache.
+            with autocast(self.config, self.processes):
+                written += write_captions(
+                    self.model,
+                    features.half().float(),
+                    options,
+                    start_id=self.tokenizer.dec_id,
+                    end_id=self.tokenizer.sep_id,
+                    vocab_size=len(self.tokenizer),
+                )
+        return [[self.tokenizer.text(ids) for ids in captions] for captions in written]
+
+
+def trace_pictures(
+    folder: str | Path, pictures: Sequence[str | Path], processes: Processes
+) -> tuple[list[tuple[object, list[RoutedLayer]]], int]:
+    """Pictures, each cut to its middle, with the beams of experts that they went through in a finished run, and how
+    many routed experts there are.
+
+    Raises:
+        FileNotFoundError: there is no run in ``folder``, or it has not come to its end.
+        ValueError: its model routes no beams.
+        OSError: Pillow can't read a picture.
+    """
+    config = _finished(Path(folder))
+    images = [read_image(picture) for picture in pictures]
+    encoder = open_encoder(config.encoder, config.encoder_checkpoint)
+    model = _model(config, folder, encoder.shape()[1], processes).qformer
+    traced = []
+    for image in images:
+        cut = centre(image.size).apply(image, encoder.image_size)
+        features = encoder.encode([cut], processes.device).to(processes.device)
+        traced.append((cut, trace_beams(model, features)))
+    return traced, model.config.num_experts - 1
+
+
+def _finished(folder: Path) -> TrainConfig:
+    """The settings of the run in ``folder``, which has come to its end."""
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} holds no run ({CONFIG} is missing); moe-zero train --out {folder} makes one")
+    if not (folder / MODEL).is_file():
+        raise FileNotFoundError(
+            f"the run in {folder} has not come to its end ({MODEL} is missing); "
+            f"moe-zero train --out {folder} --resume brings it there"
+        )
+    return TrainConfig.load(folder / CONFIG)
+
+
+def _model(config: TrainConfig, folder: str | Path, encoder_width: int, processes: Processes) -> nn.Module:
+    model = build_model(config, encoder_width, initial=False)
+    model.load_state_dict(load_file(Path(folder) / MODEL), assign=True)
+    return model.eval().to(processes.device)
 
 
 def _best_first(scored: list[tuple[str, float]]) -> list[tuple[str, float]]:

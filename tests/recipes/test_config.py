@@ -16,7 +16,7 @@ def test_defaults_are_valid_and_survive_a_file(tmp_path):
         ({"lr": -1.0}, "lr is -1.0; it must be greater than 0"),
         ({"lr": "3e-4"}, "lr is '3e-4', a str; it must be a float"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
-        ({"steps": True}, "steps is True, a bool; it must be a int"),
+        ({"steps": True}, "steps is True, a bool; it must be an int"),
         ({"batch_size": 1}, "batch_size is 1"),
         ({"preset": "big"}, "preset is 'big'; it must be small or seed"),
         ({"objectives": ("itm",)}, "objectives is"),
@@ -28,6 +28,9 @@ def test_defaults_are_valid_and_survive_a_file(tmp_path):
         ({"moe_layers": (9,)}, "moe_layers names layer 9"),
         ({"moe_layers": "3,x"}, "moe_layers is '3,x'"),
         ({"num_beams": 1}, "num_beams is 1"),
+        ({"num_beams": 1000}, "num_beams is 1000; it must be at most 9: 2 routed experts in 3 layers make 8 different"),
+        ({"warmup_steps": 51}, "warmup_steps is 51; it must be from 0 to steps, which is 50"),
+        ({"data": " "}, "data is ' '; it must be photographs"),
         ({"min_lr": 1.0}, "min_lr is 1.0; it must be at most lr"),
     ],
 )
@@ -84,5 +87,5 @@ def test_resume_refuses_other_settings():
 def test_saved_file_is_plain_yaml(tmp_path):
     TrainConfig().save(tmp_path / "config.yaml")
     values = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert values["objectives"] == ["itc", "itm"]
+    assert values["objectives"] == ["itc", "itm", "lm"]
     assert values["lr"] == TrainConfig.lr

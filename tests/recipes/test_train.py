@@ -20,7 +20,7 @@ from moe_zero.zero import find_checkpoint
 
 STEPS = 7
 WORDS = ("red", "green", "blue", "yellow", "purple")
-LOSSES = ("loss", "itc", "itm", "gate", "itc_accuracy", "itm_accuracy", "temperature", "lr")
+LOSSES = ("loss", "itc", "itm", "lm", "gate", "itc_accuracy", "itm_accuracy", "lm_accuracy", "temperature", "lr")
 
 
 def metrics(folder) -> list[dict]:
@@ -68,7 +68,14 @@ def test_a_run_leaves_everything_in_its_folder(finished, tiny_settings):
     assert len(summary["peak_memory_mib"]) == summary["processes"] == 1
     assert summary["seconds"]["train"] == pytest.approx(sum(row["seconds"] for row in rows))
     assert summary["data"]["pictures_with_held_out_captions"] == 5
-    for name in ("losses.png", "similarity.png", "experts.png"):
+    assert [own["picture"] for own in summary["captions"]["pictures"]] == [f"{word}.png" for word in WORDS]
+    assert "object_accuracy" not in summary["captions"]  # the table has no column objects
+    assert [layer["layer"] for layer in summary["routing"]] == [1]
+    for row in rows:
+        for load, entropy in zip(row["expert_load"], row["load_entropy"], strict=True):
+            assert sum(load) == pytest.approx(1) and 0 <= entropy <= 1
+        assert row["dead_experts"] == sum(share == 0 for load in row["expert_load"] for share in load)
+    for name in ("losses.png", "similarity.png", "captions.png", "routing.png", "experts.png"):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
     assert TrainConfig.load(finished / "config.yaml").steps == STEPS
 
@@ -79,7 +86,9 @@ def test_two_processes_train_the_same(finished, tiny):
     summary = train(config)
     assert_same_training(config.out, metrics(finished))
     assert len(summary["peak_memory_mib"]) == summary["processes"] == 2
-    assert summary["retrieval"] == json.loads((finished / "summary.json").read_text())["retrieval"]
+    alone = json.loads((finished / "summary.json").read_text())
+    for part in ("retrieval", "captions", "routing"):
+        assert summary[part] == alone[part]
 
 
 @pytest.mark.distributed
@@ -210,6 +219,56 @@ def test_query_ranks_pictures_and_captions(finished, table, capsys):
     assert "no image that Pillow reads" in capsys.readouterr().err
 
 
+def test_captions_of_pictures_from_anywhere(finished, table, capsys, monkeypatch):
+    red, blue = (str(table.with_name(f"{word}.png")) for word in ("red", "blue"))
+    command = ["caption", "--run", str(finished), "--max-words", "5"]
+    assert cli.main([*command, red, "--image", blue]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t")[0] for line in lines] == [red, blue]
+    monkeypatch.setattr("sys.stdin", [f"{blue}\n", "\n"])
+    assert cli.main([*command, "--json", "--sample", "--num-captions", "3", "-"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["image"] == blue and len(found["captions"]) == 3
+    assert cli.main([*command, "nothing.png"]) == 1
+    assert "image is 'nothing.png', but there is no such file" in capsys.readouterr().err
+    assert cli.main(command) == 1
+    assert "caption takes pictures" in capsys.readouterr().err
+
+
+def test_a_run_can_be_converted(finished, tmp_path, capsys):
+    assert cli.main(["convert", str(finished / "model.safetensors"), str(tmp_path / "model")]) == 0
+    text = capsys.readouterr().out
+    assert "num_beams = 3, recorded in the file" in text and "matching head" in text
+    assert cli.main(["convert", str(finished), str(tmp_path / "again.safetensors")]) == 0
+
+
+def test_beams_of_pictures_are_drawn(finished, table, tmp_path, capsys):
+    red, blue = (str(table.with_name(f"{word}.png")) for word in ("red", "blue"))
+    assert cli.main(["routes", "--run", str(finished), red, blue, "--out", str(tmp_path / "routes.png")]) == 0
+    assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["routes", "--run", str(finished), red, "--out", "routes.txt"]) == 1
+    assert "out is 'routes.txt'; it must end in .png" in capsys.readouterr().err
+
+
+def test_objects_of_a_table_judge_the_captions(tiny, table, tmp_path):
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    file = table.with_name("objects.jsonl")
+    for row in rows[:6]:  # of two of five pictures
+        row["objects"] = [row["image"].removesuffix(".png"), "wall"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = train(tiny(data=str(file), steps=2))
+    found = summary["captions"]
+    assert found["judged_pictures"] == 2
+    assert all(0 <= found[name] <= 1 for name in ("object_accuracy", "caption_accuracy", "chance"))
+    assert [own["accepted"] for own in found["pictures"]][:3] == [["red", "wall"], ["green", "wall"], []]
+
+
+def test_resuming_nothing_is_said(tiny, capsys):
+    train(tiny(steps=1, resume=True))
+    assert "holds no run to resume: starting a new one" in capsys.readouterr().out
+
+
 def test_unfinished_run_says_how_to_finish(tiny, monkeypatch, capsys):
     config = tiny()
     interrupt_at(monkeypatch, 0)
@@ -230,6 +289,7 @@ def test_failing_process_says_why(tiny):
     [
         {"num_experts": 1},
         {"objectives": ("itc",)},
+        {"objectives": ("itc", "lm")},
         {"precision": "bf16"},
         {"dropout": 0.1},
         {"num_experts": 2, "num_beams": 2, "num_hidden_layers": 3, "moe_layers": (1, 2)},
