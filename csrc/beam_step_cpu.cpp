@@ -17,6 +17,7 @@ Beams beam_step_of(const std::optional<Tensor>& parent_scores_BJ, const Tensor& 
   const int64_t P = probs_PR.size(0), R = probs_PR.size(1);
   const int64_t J = parent_scores_BJ ? parent_scores_BJ->size(1) : 1, B = parent_scores_BJ ? parent_scores_BJ->size(0) : P;
   const int64_t L = routes_BJL ? routes_BJL->size(2) : 0, candidates = J * R, kept = std::min(K, candidates);
+  if (candidates == 0) require("probs or parent_scores have no columns; every sample needs a beam and an expert");
   const Dense<C> probs(probs_PR), parent_scores(parent_scores_BJ);
   std::optional<Tensor> routes;
   if (routes_BJL) routes = torch::stable::contiguous(*routes_BJL);

@@ -53,7 +53,8 @@ FlatPlan::FlatPlan(std::vector<int64_t> sizes, std::vector<DType> dtypes, std::v
   require_length("trainable", trainable_.size(), sizes_.size());
   require_length("tags", tags_.size(), sizes_.size());
   if (world_size_ < 1 || world_size_ > kMaxWorldSize) {
-    throw std::invalid_argument("world_size is " + std::to_string(world_size_) + "; it must be at least 1");
+    throw std::invalid_argument("world_size is " + std::to_string(world_size_) + "; it must be between 1 and " +
+                                std::to_string(kMaxWorldSize));
   }
   int64_t total = 0;
   for (size_t i = 0; i < sizes_.size(); ++i) {

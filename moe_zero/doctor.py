@@ -68,7 +68,7 @@ def _extensions() -> Iterator[Finding]:
     has_gpu = torch.cuda.is_available()
     costs = {
         "_flat_plan": "shard layouts are computed in Python",
-        "_ops_cpu": "pack and unpack copy tensor by tensor on the CPU, several times slower",
+        "_ops_cpu": "flat buffers and experts run in plain PyTorch on the CPU, up to several times slower",
         "_ops_cuda": "pack and unpack copy tensor by tensor on this GPU"
         if has_gpu
         else "nothing without an NVIDIA GPU",

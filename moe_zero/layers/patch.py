@@ -135,26 +135,38 @@ def patch_feed_forwards(
         What was replaced, and what was left alone and why. :func:`unpatch_feed_forwards` undoes it.
 
     Raises:
-        ValueError: if ``classes`` or ``names`` match no feed-forward at all; if ``top_k`` does not fit ``experts``.
+        ValueError: if one of ``classes`` or ``names`` matches no feed-forward; if ``top_k`` does not fit ``experts``.
 
     Source: Hendrycks and Gimpel, arXiv 1606.08415 (GELU); Komatsuzaki et al., arXiv 2212.05055 (upcycling).
     """
-    classes = (classes,) if isinstance(classes, str | type) else classes
-    names = (names,) if isinstance(names, str) else names
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    classes = (classes,) if isinstance(classes, str | type) else tuple(classes)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"names holds a {type(name).__name__}; it must hold patterns, such as 'encoder.layer.*'")
     if experts is not None and (isinstance(experts, bool) or not isinstance(experts, int) or experts < 1):
         raise ValueError(f"experts is {experts!r}; it must be an integer of at least 1")
     if experts is None and top_k != 1:
         raise ValueError(f"top_k is {top_k}, but experts is not given; top_k says how many of them a token passes")
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise ValueError(f"top_k is {top_k!r}; it must be an integer")
     if experts is not None and not 1 <= top_k <= experts:
         raise ValueError(f"top_k is {top_k}; it must be between 1 and experts, {experts}")
     report = PatchReport()
-    candidates = [c for c in _candidates(model) if _selected(c, classes, names)]
-    if not candidates and (classes or names):
-        asked = f"classes {list(classes)}" if classes else f"names {list(names)}"
-        known = ", ".join(c.name for c in _candidates(model)) or "none"
+    everything = list(_candidates(model))
+    candidates = [c for c in everything if _selected(c, classes, names)]
+    idle = [c for c in classes if not any(_selected(candidate, (c,), ()) for candidate in everything)]
+    idle += [n for n in names if not any(_selected(candidate, (), (n,)) for candidate in everything)]
+    if idle:
+        asked = ", ".join(repr(item) if isinstance(item, str) else item.__name__ for item in idle)
+        known = ", ".join(c.name for c in everything) or "none"
         ours = [name for name, m in model.named_modules() if isinstance(m, PatchedFeedForward | UpcycledFeedForward)]
         patched = f"; patched already are {', '.join(ours)} (unpatch first)" if ours else ""
-        raise ValueError(f"{asked} match none of the model's feed-forwards; these are {known}{patched}")
+        raise ValueError(f"{asked} matches none of the model's feed-forwards; these are {known}{patched}")
+    if _holds_products(model) and not (classes or names):
+        report.left["the model itself"] = "only modules inside of a model can be replaced; wrap it in an nn.Sequential"
     for candidate in candidates:
         approximate, reason = _examine(candidate)
         if reason:
@@ -205,9 +217,15 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
                     name = f"{parent_name}.{head}".lstrip(".")
                     yield Candidate(name, parent, head, first, second, children[tail])
         for attribute, module in children.items():
-            products = [child for child in module.children() if _widths(child)]
-            if len(products) == 2 and _fit(*products) and not isinstance(module, GeluFeedForward):
+            if _holds_products(module):
+                products = [child for child in module.children() if _widths(child)]
                 yield Candidate(f"{parent_name}.{attribute}".lstrip("."), parent, attribute, *products)
+
+
+def _holds_products(module: nn.Module) -> bool:
+    """Whether a module's children have two products, [D -> F] and [F -> D]."""
+    products = [child for child in module.children() if _widths(child)]
+    return len(products) == 2 and _fit(*products) and not isinstance(module, GeluFeedForward)
 
 
 def _selected(candidate: Candidate, classes: Sequence[type | str], names: Sequence[str]) -> bool:

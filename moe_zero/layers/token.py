@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_zero.layers.beam import importance_loss
 from moe_zero.layers.experts import Experts
 from moe_zero.layers.ffn import GeluFeedForward
+from moe_zero.ops._library import check_integer, check_tensor
 from moe_zero.ops.gate import GateOutput, gate
 from moe_zero.ops.gelu_ffn import gelu_ffn
 
@@ -59,6 +60,13 @@ class TokenMoE(nn.Module):
         dtype=None,
     ):
         super().__init__()
+        check_integer(
+            hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts, top_k=top_k
+        )
+        if hidden_size < 1 or intermediate_size < 1:
+            raise ValueError(
+                f"hidden_size is {hidden_size} and intermediate_size {intermediate_size}; both must be at least 1"
+            )
         if num_experts < 1:
             raise ValueError(f"num_experts is {num_experts}; it must be at least 1")
         if not 1 <= top_k <= num_experts:
@@ -79,6 +87,11 @@ class TokenMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]; every row is a token, and with ``granularity="sequence"`` [..., Q, D] are sequences."""
+        check_tensor(x=x)
+        if x.shape[-1:] != self.gate.weight.shape[1:]:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but the layer was built for hidden size {self.gate.weight.shape[1]}"
+            )
         x_TD = x.reshape(-1, x.shape[-1])
         options = {"renormalize": self.renormalize}
         if self.granularity == "token":

@@ -26,11 +26,43 @@ def triton_kernels(module: str) -> ModuleType:
         ) from error
 
 
-def check_float(**tensors: Tensor | None) -> None:
-    """Raise ``TypeError`` for a tensor of another dtype than fp64 (CPU only), fp32, bf16 and fp16."""
+def check_tensor(**values: object) -> None:
+    """Raise ``TypeError`` for what is no tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is {_described(value)}; it must be a tensor")
+
+
+def check_integer(**values: object) -> None:
+    """Raise ``TypeError`` for a number that is no integer."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+            raise TypeError(f"{name} is {_described(value)}; it must be an integer")
+
+
+def check_integers(**tensors: Tensor | None) -> None:
+    """Raise ``TypeError`` for a tensor of indices that are no integers."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        check_tensor(**{name: tensor})
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise TypeError(f"{name} have dtype {tensor.dtype}; they must be integers")
+
+
+def _described(value: object) -> str:
+    """A value in an error message: numbers and short strings as they are, anything else by its type."""
+    simple = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if simple else f"a {type(value).__name__}"
+
+
+def check_float(**tensors: Tensor | None) -> None:
+    """Raise ``TypeError`` for a tensor of another dtype than fp64 (CPU only), fp32, bf16 and fp16, or no tensor."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is {_described(tensor)}; it must be a tensor")
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float32, bfloat16, float16 or float64")
         if tensor.dtype == torch.float64 and tensor.is_cuda:

@@ -11,7 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_zero.ops._library import Operator, check_float, check_same_device, triton_kernels
+from moe_zero.ops._library import (
+    Operator,
+    check_float,
+    check_integer,
+    check_integers,
+    check_same_device,
+    check_tensor,
+    triton_kernels,
+)
+
+MAX_BEAMS = 4096
+"""Beams that a step may keep: far more than any search is of use for, and few enough to fit in memory."""
 
 
 class BeamStep(NamedTuple):
@@ -42,15 +53,19 @@ def beam_step(parent_scores_BJ: Tensor | None, probs_PR: Tensor, k: int, routes_
     stable sort would; NaN counts as the largest score.
 
     Raises:
-        ValueError: shapes that don't fit together, k below 1, scores without routes or routes without scores.
-        TypeError: probabilities or scores that are not floats.
+        ValueError: shapes that don't fit together, no beam, k outside of [1, 4096], scores without routes or routes
+            without scores.
+        TypeError: probabilities or scores that are not floats; k or routes that are not integers.
     """
+    check_tensor(probs=probs_PR)
     check_float(probs=probs_PR, parent_scores=parent_scores_BJ)
+    check_integers(routes=routes_BJL)
+    check_integer(k=k)
     check_same_device(probs=probs_PR, parent_scores=parent_scores_BJ, routes=routes_BJL)
     if probs_PR.dim() != 2 or probs_PR.shape[1] == 0:
         raise ValueError(f"probs have shape {tuple(probs_PR.shape)}; they must be [B * J, R] with R at least 1")
-    if k < 1:
-        raise ValueError(f"k is {k}; at least one beam must be kept")
+    if not 1 <= k <= MAX_BEAMS:
+        raise ValueError(f"k is {k}; it must be between 1 and {MAX_BEAMS} beams")
     if (parent_scores_BJ is None) != (routes_BJL is None):
         raise ValueError("parent_scores and routes belong together: give both, or neither in the first step")
     if parent_scores_BJ is not None:
@@ -59,12 +74,15 @@ def beam_step(parent_scores_BJ: Tensor | None, probs_PR: Tensor, k: int, routes_
                 f"parent_scores have shape {tuple(parent_scores_BJ.shape)}; for probs of {probs_PR.shape[0]} beams "
                 f"they must be [B, J] with B * J = {probs_PR.shape[0]}"
             )
+        if parent_scores_BJ.shape[1] == 0:
+            raise ValueError(f"parent_scores have shape {tuple(parent_scores_BJ.shape)}; at least one beam must enter")
         if routes_BJL.dim() != 3 or routes_BJL.shape[:2] != parent_scores_BJ.shape:
             raise ValueError(
                 f"routes have shape {tuple(routes_BJL.shape)}; for parent_scores of shape "
                 f"{tuple(parent_scores_BJ.shape)} they must be [B, J, L]"
             )
         parent_scores_BJ = parent_scores_BJ.detach()
+    routes_BJL = None if routes_BJL is None else routes_BJL.long()
     return BeamStep(*_beam_step(parent_scores_BJ, probs_PR.detach(), k, routes_BJL))
 
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_zero.ops._library import Operator, accumulate_dtype, check_float, check_same_device, triton_kernels
+from moe_zero.ops._library import (
+    Operator,
+    accumulate_dtype,
+    check_float,
+    check_same_device,
+    check_tensor,
+    triton_kernels,
+)
 
 
 def combine(
@@ -40,6 +47,7 @@ def combine(
     Source: Ba et al., arXiv 1607.06450.
     """
     given = {"weights": weights_TK, "residual": residual_TD, "norm_weight": norm_weight_D, "norm_bias": norm_bias_D}
+    check_tensor(y=y_TKD)
     check_float(y=y_TKD, **given)
     check_same_device(y=y_TKD, **given)
     if y_TKD.dim() != 3 or y_TKD.shape[1] == 0:

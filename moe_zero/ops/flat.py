@@ -96,6 +96,13 @@ class FlatPlan:
         world_size: int,
         tags: Sequence[int] | None = None,
     ) -> None:
+        for argument, values in (("sizes", sizes), ("dtypes", dtypes), ("trainable", trainable), ("tags", tags or ())):
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise TypeError(f"{argument} is {values!r}; it must be a sequence with an entry for each tensor")
+        numbers = {f"sizes[{i}]": size for i, size in enumerate(sizes)} | {"world_size": world_size}
+        for argument, value in (numbers | {f"tags[{i}]": tag for i, tag in enumerate(tags or ())}).items():
+            if not isinstance(value, int) or not -(2**63) <= value < 2**63:
+                raise TypeError(f"{argument} is {value!r}; it must be an integer of at most 64 bits")
         names = [_dtype_name(dtype, f"dtypes[{i}]") for i, dtype in enumerate(dtypes)]
         self._set_layout(_layout_class()(list(sizes), names, list(trainable), world_size, tags))
 
@@ -219,6 +226,9 @@ def pack_reference(
     """``pack`` in plain PyTorch: the definition, and what runs where the compiled operators are not available."""
     out = _new_flat(tensors, plan) if out is None else out
     _check_pack(tensors, plan, out, stats)
+    for i, tensor in enumerate(tensors):
+        if tensor is not None and _share_memory(tensor, out):
+            raise ValueError(f"tensors[{i}] shares memory with the flat buffer")
     rows = _bytes(out).view(plan.world_size, plan.shard_bytes)
     rows.zero_()
     written = []
@@ -240,6 +250,14 @@ def pack_reference(
 def unpack_reference(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *, accumulate: bool = False) -> None:
     """``unpack`` in plain PyTorch: the definition, and what runs where the compiled operators are not available."""
     _check_unpack(flat, plan, tensors)
+    for i, tensor in enumerate(tensors):
+        if _share_memory(tensor, flat):
+            raise ValueError(f"tensors[{i}] shares memory with the flat buffer")
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(f"tensors[{i}] shares memory with itself; each element must be written once")
+        for j in range(i):
+            if tensor.is_contiguous() and tensors[j].is_contiguous() and _share_memory(tensors[j], tensor):
+                raise ValueError(f"tensors[{j}] and tensors[{i}] share memory; each element must be written once")
     rows = _bytes(flat).view(plan.world_size, plan.shard_bytes)
     whole = {i: [] for i in range(len(tensors))}
     for tensor, _, rank, byte, count in plan.pieces:
@@ -267,14 +285,40 @@ def sum_rows_reference(
         _write_stats(stats, [out])
 
 
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges of two tensors with data overlap."""
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor) or "meta" in (a.device.type, b.device.type):
+        return False
+    (a_begin, a_end), (b_begin, b_end) = _address_range(a), _address_range(b)
+    return a_begin < b_end and b_begin < a_end
+
+
+def _address_range(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def _new_flat(tensors: Sequence[Tensor | None], plan: FlatPlan) -> Tensor:
+    _check_types(tensors)
     device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
     if plan.single_dtype is None:
         return torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device)
     return torch.empty(plan.flat_bytes // plan.single_dtype.itemsize, dtype=plan.single_dtype, device=device)
 
 
+def _check_types(tensors: Sequence[Tensor | None]) -> None:
+    if isinstance(tensors, Tensor):
+        raise TypeError("tensors is a single tensor; it must be a sequence of them")
+    for i, tensor in enumerate(tensors):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"tensors[{i}] is a {type(tensor).__name__}; it must be a tensor or None")
+
+
 def _check_flat(flat: Tensor, plan: FlatPlan, name: str) -> None:
+    if not isinstance(flat, Tensor):
+        raise TypeError(f"{name} is a {type(flat).__name__}; it must be a tensor")
     if flat.dtype not in (torch.uint8, plan.single_dtype):
         need = "uint8" if plan.single_dtype is None else f"uint8 or {plan.single_dtype}"
         raise ValueError(f"{name} has dtype {flat.dtype}, but the plan needs {need}")
@@ -288,6 +332,7 @@ def _check_flat(flat: Tensor, plan: FlatPlan, name: str) -> None:
 
 
 def _check_tensors(tensors: Sequence[Tensor | None], plan: FlatPlan, flat: Tensor, name: str) -> None:
+    _check_types(tensors)
     if len(tensors) != len(plan.sizes):
         raise ValueError(f"tensors has {len(tensors)} entries, but the plan was made for {len(plan.sizes)}")
     for i, tensor in enumerate(tensors):
@@ -382,7 +427,7 @@ _bump_version("sum_rows_", lambda out, *args: _present(out, *args[-2:]))
 def _backend(flat: Tensor) -> ModuleType | None:
     """The compiled operators for this tensor, or None: then the reference does the work. So it does for fake tensors,
     which no operator takes together with the plan's table, a real tensor."""
-    if isinstance(flat, FakeTensor):
+    if not isinstance(flat, Tensor) or isinstance(flat, FakeTensor):
         return None
     if flat.device.type == "cpu":
         return _extensions.ops_cpu

@@ -10,7 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_zero.ops._library import Operator, accumulate_dtype, check_float, check_same_device, triton_kernels
+from moe_zero.ops._library import (
+    Operator,
+    accumulate_dtype,
+    check_float,
+    check_integer,
+    check_same_device,
+    check_tensor,
+    triton_kernels,
+)
 
 
 class GateOutput(NamedTuple):
@@ -45,12 +53,14 @@ def gate(x: Tensor, router_ED: Tensor, k: int, *, renormalize: bool = False) -> 
 
     Raises:
         ValueError: shapes that don't fit together, k outside of [1, E], tensors on different devices.
-        TypeError: a dtype that is not a float, or fp64 on CUDA.
+        TypeError: a dtype that is not a float, or fp64 on CUDA; k that is no integer.
 
     Source: Shazeer et al., arXiv 1701.06538 (importance); Fedus et al., arXiv 2101.03961 (probabilities and counts of
     the Switch loss); Zoph et al., arXiv 2202.08906, equation 5 (z-loss).
     """
+    check_tensor(x=x, router=router_ED)
     check_float(x=x, router=router_ED)
+    check_integer(k=k)
     check_same_device(x=x, router=router_ED)
     if x.dim() not in (2, 3):
         raise ValueError(f"x has shape {tuple(x.shape)}; the gate takes [T, D], or [T, Q, D] to route the mean over Q")

@@ -17,7 +17,9 @@ from moe_zero.ops._library import (
     Operator,
     accumulate_dtype,
     check_float,
+    check_integers,
     check_same_device,
+    check_tensor,
     promote,
     triton_kernels,
 )
@@ -64,11 +66,11 @@ def gelu_ffn(
     Source: Shazeer et al., arXiv 1701.06538, equation 1; Hendrycks and Gimpel, arXiv 1606.08415.
     """
     w1, b1, w2, b2 = _check(x_TD, w1_EFD, b1_EF, w2_EDF, b2_ED, approximate)
+    check_tensor(ids=ids_TK)
     if ids_TK.dim() != 2 or ids_TK.shape[0] != x_TD.shape[0] or ids_TK.shape[1] == 0:
         shape, tokens = tuple(ids_TK.shape), x_TD.shape[0]
         raise ValueError(f"ids have shape {shape}; for {tokens} tokens they must be [T, K] with K at least 1")
-    if ids_TK.is_floating_point() or ids_TK.dtype == torch.bool:
-        raise TypeError(f"ids have dtype {ids_TK.dtype}; they must be integers")
+    check_integers(ids=ids_TK)
     check_float(weights=weights_TK)
     check_same_device(x=x_TD, ids=ids_TK, weights=weights_TK)
     if weights_TK is not None and weights_TK.shape != ids_TK.shape:
@@ -113,6 +115,10 @@ def check_experts(
     hidden_size: int, w1_EFD: Weights, b1_EF: Weights | None, w2_EDF: Weights, b2_ED: Weights | None
 ) -> list[list[Tensor]]:
     """The experts' parameters as lists, see :func:`check_parameters`."""
+    for name, weights in (("w1", w1_EFD), ("w2", w2_EDF)):
+        if weights is None:
+            raise TypeError(f"{name} is None; only biases may be left out")
+    _check_weights("w1", w1_EFD)
     if len(w1_EFD) == 0:
         raise ValueError("w1 is empty; there must be at least one expert")
     E, F = len(w1_EFD), w1_EFD[0].shape[-2] if w1_EFD[0].dim() == 2 else 0
@@ -130,6 +136,7 @@ def check_parameters(E: int, shapes: dict[str, tuple], given: dict[str, Weights 
         if weights is None:
             lists.append([])
             continue
+        _check_weights(name, weights)
         if len(weights) != E:
             raise ValueError(f"{name} is of {len(weights)} experts; there are {E}")
         stacked = isinstance(weights, Tensor)
@@ -145,7 +152,19 @@ def check_parameters(E: int, shapes: dict[str, tuple], given: dict[str, Weights 
     return lists
 
 
+def _check_weights(name: str, weights: Weights) -> None:
+    """Raise ``TypeError`` unless these are tensors, stacked or in a sequence."""
+    if isinstance(weights, Tensor):
+        if weights.dim() == 0:
+            raise ValueError(f"{name} has no dimensions; it must be stacked over the experts, or a sequence of tensors")
+        return
+    if isinstance(weights, str) or not isinstance(weights, Sequence | torch.nn.ParameterList):
+        raise TypeError(f"{name} is a {type(weights).__name__}; it must be a tensor or a sequence of tensors")
+    check_tensor(**{f"{name}[{i}]": tensor for i, tensor in enumerate(weights)})
+
+
 def _check(x_TD, w1_EFD, b1_EF, w2_EDF, b2_ED, approximate):
+    check_tensor(x=x_TD)
     check_float(x=x_TD)
     if x_TD.dim() != 2:
         raise ValueError(f"x has shape {tuple(x_TD.shape)}; it must be [T, D]")

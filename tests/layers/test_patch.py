@@ -208,7 +208,7 @@ def test_selection_by_class_and_by_name():
     unpatch(model)
     assert len(patch(model, classes=["BertLayer"]).replaced) == 2
     unpatch(model)
-    with pytest.raises(ValueError, match=r"match none of the model's feed-forwards; these are encoder\.layer\.0"):
+    with pytest.raises(ValueError, match=r"matches none of the model's feed-forwards; these are encoder\.layer\.0"):
         patch(model, classes=["ViTLayer"])
 
 
