@@ -102,12 +102,19 @@ class ShardedModule(nn.Module):
         """
         gradients = [chunk.grad for chunk in self.get_trainable_chunk() if chunk.grad is not None]
         norm_type = float(norm_type)
+        # The same on all ranks, whatever leaves they own.
+        is_double = any(layer.dtype == torch.float64 for layer in self.flat_layers)
+        dtype = torch.float64 if is_double else torch.float32
         if norm_type == 2:
             squares = [layer.sum_of_squares().to(self.comm.device) for layer in self.flat_layers]
-            total = self.comm.sum(torch.stack(squares).sum()).sqrt().float()
+            total = self.comm.sum(torch.stack(squares).sum()).sqrt().to(dtype)
         else:
-            norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients]
-            norms = torch.stack(norms).to(self.comm.device) if norms else torch.zeros(1, device=self.comm.device)
+            norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in gradients]
+            norms = (
+                torch.stack(norms).to(self.comm.device)
+                if norms
+                else torch.zeros(1, dtype=dtype, device=self.comm.device)
+            )
             if norm_type == float("inf"):
                 total = self.comm.maximum(norms.max())
             else:

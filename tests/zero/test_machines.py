@@ -96,7 +96,7 @@ def test_torchrun_restarts_from_the_last_checkpoint_after_a_rank_was_killed(wher
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
     done = subprocess.run(
         [*command, str(SCRIPT), str(tmp_path), "--die", where],
-        # By default torchrun keeps the store of the first try for the second, whose ranks then look for the addresses of
+        # By default torchrun keeps the store of the first try, and the ranks of the second look for the addresses of
         # dead ones in it: https://github.com/pytorch/pytorch/issues/135712
         env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
         capture_output=True,

@@ -2,6 +2,7 @@
 meshes, initialisation, traffic and memory."""
 
 import copy
+import gc
 import random
 from contextlib import contextmanager, nullcontext
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from moe_zero.zero import Zero3Layer, Zero3Sequential, building, shard
+from moe_zero.zero.plan import resident_bytes
 
 pytestmark = pytest.mark.distributed
 
@@ -634,14 +636,27 @@ def test_a_sharded_model_is_not_copied_by_halves(on_ranks):
 
 
 def random_case(steps):
-    """Batches of any size, several forwards, frozen blocks, evaluations, exceptions, accumulation, in any order."""
+    """Batches of any size, several forwards, frozen blocks, evaluations, exceptions, accumulation, in any order. In
+    fp64 and with small steps: fast training is chaotic and amplifies rounding as if it were an error."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        random_steps(steps)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def random_steps(steps):
     sharded, reference = pair(group_fn=no_decay)
     optimizers = [
-        torch.optim.SGD(sharded.parameters(), lr=0.02, momentum=0.9),
-        torch.optim.SGD(reference.parameters(), lr=0.02, momentum=0.9),
+        torch.optim.SGD(sharded.parameters(), lr=0.002, momentum=0.9),
+        torch.optim.SGD(reference.parameters(), lr=0.002, momentum=0.9),
     ]
     choose = random.Random(0)  # the same on all ranks
+    resident = []
     for step in range(steps):
+        if step % 100 == 50:
+            gc.collect()
+            resident.append(resident_bytes())
         for block in range(4):
             frozen = choose.random() < 0.2
             for model in (sharded.module, reference):
@@ -665,12 +680,14 @@ def random_case(steps):
                 sum(sharded(share(7 * step + n, size)).square().mean() for n in range(forwards)).backward()
             sum(reference(whole_batch(7 * step + n, size)).square().mean() for n in range(forwards)).backward()
         norm = sharded.clip_grad_norm_(0.5)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-7, atol=1e-9)
         for optimizer in optimizers:
             optimizer.step()
         assert all(layer._storage.size() == 0 for layer in sharded.flat_layers)
         assert not sharded._schedule._live and not sharded._schedule._kept
-    assert_equal_models(sharded, reference, 1e-4)
+    assert_equal_models(sharded, reference, 1e-7)
+    # After the first 50 steps nothing may pile up. A leak of one small graph a step would be more than this.
+    assert max(resident[1:]) - resident[0] < 8 << 20, resident
 
 
 def failing(where):
@@ -681,4 +698,4 @@ def failing(where):
 
 
 def test_random_steps_with_exceptions_and_evaluations_equal_the_reference(on_ranks):
-    on_ranks(2, random_case, 100)
+    on_ranks(2, random_case, 300, seconds=240)
