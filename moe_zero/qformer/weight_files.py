@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What torch files of before torch 1.6 begin with; later ones are zip files."""
 FOLDER_FILES = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -194,15 +196,17 @@ def _read_safetensors(path: Path) -> tuple[Weights, Mapping | None]:
 
 
 def _read_torch(path: Path) -> tuple[Mapping[str, Tensor], Mapping | None]:
+    with open(path, "rb") as file:
+        is_legacy = file.read(len(LEGACY_START)) == LEGACY_START
+    if not is_legacy and not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a torch file, or is damaged")
     try:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # files of before torch 1.6 can't be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        unsupported = re.search(r"Unsupported (?:global|class|operand).*|GLOBAL \S+", str(error))
-        if unsupported is None and not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is not a torch file, or is damaged") from error
+        unsupported = re.search(r"Unsupported (?:global|class|operand)[^.]*|GLOBAL \S+", str(error))
         raise ValueError(
             f"{path} holds more than tensors and plain values, and reading that could run any code; save its state "
             "dict alone (torch.save(model.state_dict(), ...)) where you trust it. What was in the way: "

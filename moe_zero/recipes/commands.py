@@ -184,7 +184,7 @@ def caption(
         named = [path for path in named if path != "-"] + [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not named:
         raise ValueError("caption takes pictures: moe-zero caption --run runs/demo photo.jpg")
-    missing = [path for path in named if not Path(path).is_file()]
+    missing = [path for path in named if not Path(path).exists()]
     if missing:
         raise FileNotFoundError(f"image is {missing[0]!r}, but there is no such file")
     from moe_zero.recipes.captions import check_available

@@ -166,12 +166,13 @@ def draw_routing(metrics: Path, layers: Sequence[int], file: Path) -> None:
             axis.plot(steps, _smooth(values), color=colour, linewidth=2, label=f"{expert}")
         axis.axhline(1 / loads_SLR.shape[2], color=GREY, linewidth=1, linestyle=":")
         axis.set(title=f"layer {layer}: load", xlabel="step", ylim=(-0.03, 1.03))
-    axes[0].legend(title="expert", ncols=min(loads_SLR.shape[2], 4), loc="upper left")
     for place, layer in enumerate(layers):
         entropy = [row["load_entropy"][place] for row in rows]
         axes[-1].plot(steps, _smooth(entropy), linewidth=2, color=COLOURS[-1 - place % len(COLOURS)], label=f"{layer}")
     axes[-1].set(title="entropy of the load (1: even)", xlabel="step", ylim=(0, 1.03))
-    axes[-1].legend(title="layer", loc="lower left")
+    legend = {"title_fontsize": 9, "fontsize": 9}
+    figure.legend(*axes[0].get_legend_handles_labels(), title="expert", loc="outside left center", **legend)
+    figure.legend(*axes[-1].get_legend_handles_labels(), title="layer", loc="outside right center", **legend)
     figure.savefig(file, dpi=140)
 
 
@@ -196,7 +197,7 @@ def draw_captions(written: CaptionEvaluation, thumbnails: Sequence, file: Path) 
         if picture.accepted:
             lines.append(f"right in {picture.right} of {len(picture.captions)} crops")
             colour = "#047857" if picture.is_named else "#b91c1c"
-        axis.set_title("\n".join(lines), fontsize=8, color=colour, y=-0.03, va="top")
+        axis.set_title("\n".join(lines), fontsize=8, color=colour, y=-0.05, va="top")
     figure.suptitle("Captions of unseen crops", fontsize=11)
     figure.savefig(file, dpi=110)
 

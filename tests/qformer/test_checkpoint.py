@@ -640,3 +640,36 @@ def test_convert_upcycles(tmp_path):
     expected = dense(**arguments).last_hidden_state
     torch.testing.assert_close(mixture(**arguments).last_hidden_state, expected, rtol=0, atol=1e-5)
     assert Path(tmp_path / "mixture" / "config.json").is_file()
+
+
+# What is refused before any work is done
+
+
+@pytest.mark.parametrize("content", [b"", b"hello there", b"\x80\x02garbage", b"PK\x03\x04 cut off"])
+def test_a_file_of_another_kind_is_refused_in_one_line(content, tmp_path):
+    (tmp_path / "garbage.pth").write_bytes(content)
+    with pytest.raises(ValueError, match=r"garbage\.pth is not a torch file, or is damaged$"):
+        load_qformer(tmp_path / "garbage.pth")
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "named"),
+    [
+        ("o.txt", {}, r"target is '.*o\.txt'; a weight file ends in"),
+        ("out", {"to": "nothing"}, "to is 'nothing'"),
+        ("out", {"to": "lavis", "experts": 3}, "experts is 3, and LAVIS has no place for them"),
+    ],
+)
+def test_a_wrong_target_is_refused_before_the_source_is_read(target, options, named, tmp_path):
+    with pytest.raises(ValueError, match=named):
+        convert(tmp_path / "there is none.pth", tmp_path / target, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_where_no_file_can_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is no folder"):
+        convert(tmp_path / "there is none.pth", tmp_path / "file" / "model.pth")
+    (tmp_path / "folder.pth").mkdir()
+    with pytest.raises(IsADirectoryError, match="name a file in it"):
+        convert(tmp_path / "there is none.pth", tmp_path / "folder.pth")

@@ -345,3 +345,27 @@ def test_configuration_survives_a_dictionary():
     assert QFormerConfig.from_dict(json.loads(json.dumps(SMALL.to_dict()))) == SMALL
     with pytest.raises(ValueError, match="unknown Q-Former setting expert_count"):
         QFormerConfig.from_dict({"expert_count": 3})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"input_ids": torch.full((B, T), 50)}, "input_ids holds 50; token numbers are 0 to 49"),
+        ({"input_ids": torch.full((B, T), -1)}, "input_ids holds -1"),
+        ({"input_ids": torch.zeros(B, 0, dtype=torch.long), "attention_mask": None}, r"input_ids has shape \(3, 0\)"),
+        ({"attention_mask": torch.full((B, T), -10000.0)}, "attention_mask holds -10000.0; it must be 1"),
+        ({"query_embeds": torch.zeros(B, 0, 24)}, r"query_embeds has shape \(3, 0, 24\)"),
+        ({"encoder_hidden_states": torch.zeros(B, P, 20, dtype=torch.long)}, "encoder_hidden_states has dtype"),
+    ],
+)
+def test_values_that_would_fail_deep_inside_are_named(change, named):
+    model = build()
+    with pytest.raises(ValueError, match=named):
+        model(**{**inputs(model), **change})
+
+
+def test_wrong_dtype_of_image_features_and_config_are_named():
+    with pytest.raises(ValueError, match=r"image_features has dtype torch\.float64, but the model's weights have"):
+        build()(image_features=torch.zeros(B, P, 20, dtype=torch.float64))
+    with pytest.raises(TypeError, match="config is a dict; it must be a QFormerConfig"):
+        QFormerModel(SMALL.to_dict())
