@@ -102,13 +102,26 @@ def joined(device: str = "auto", threads: int = 0) -> Iterator[Processes]:
     torch.set_num_threads(threads or max(1, cores // local_world_size))
     if world_size > 1:
         dist.init_process_group(
-            "nccl" if place.type == "cuda" else "gloo", device_id=place if place.type == "cuda" else None
+            "nccl" if place.type == "cuda" else "gloo",
+            device_id=place if place.type == "cuda" else None,
+            **_meeting_place(rank, world_size),
         )
     try:
         yield Processes(rank, world_size, local_rank, local_world_size, place)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
+    """Arguments of init_process_group, when torchrun has restarted the processes: it keeps its store, in which they
+    would find the addresses of the dead (https://github.com/pytorch/pytorch/issues/135712)."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world_size, is_master=False)
+    return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}
 
 
 def launch(function: Callable[..., Any], nproc: int, *arguments: Any) -> Any:
