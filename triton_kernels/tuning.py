@@ -70,9 +70,11 @@ class ProductConfig:
     num_stages: int
 
 
-# By rows per expert (up to the first number): the fewer, the smaller the row tile, until only the weights' bytes count.
-# The 99 KiB of shared memory of 12.0 hold fewer stages of the large tiles.
-_PRODUCTS = {
+# The fewer rows per expert, the smaller the row tile, until only the weights' bytes count. The 99 KiB of shared memory
+# of 12.0 hold fewer stages of the large tiles. In the gradients of weights the depth is the rows, whose indices are
+# fetched a step before the rows: of num_stages, two go to that.
+# --- Written by tune.py: tiles by capability and by rows per expert, up to the first number.
+PRODUCTS = {
     80: (
         (16, ProductConfig(16, 64, 128, 4, 4)),
         (32, ProductConfig(32, 64, 128, 4, 3)),
@@ -87,6 +89,13 @@ _PRODUCTS = {
         (512, ProductConfig(64, 128, 64, 4, 4)),
         (None, ProductConfig(128, 128, 64, 8, 4)),
     ),
+    100: (
+        (16, ProductConfig(16, 64, 128, 4, 4)),
+        (32, ProductConfig(32, 64, 128, 4, 4)),
+        (128, ProductConfig(64, 64, 64, 4, 4)),
+        (512, ProductConfig(64, 128, 64, 4, 4)),
+        (None, ProductConfig(128, 128, 64, 8, 4)),
+    ),
     120: (
         (16, ProductConfig(16, 64, 128, 4, 3)),
         (32, ProductConfig(32, 64, 64, 4, 4)),
@@ -95,18 +104,28 @@ _PRODUCTS = {
         (None, ProductConfig(128, 128, 32, 8, 3)),
     ),
 }
-_PRODUCTS[100] = _PRODUCTS[90]
-_FP32_PRODUCTS = ((32, ProductConfig(16, 64, 32, 4, 3)), (None, ProductConfig(64, 64, 16, 8, 3)))
-
-# The depth is the rows, whose indices are fetched a step before the rows: of num_stages, two go to that.
-_WEIGHT_GRADIENTS = {
-    80: ((64, ProductConfig(64, 64, 32, 4, 5)), (None, ProductConfig(128, 128, 32, 8, 5))),
-    90: ((64, ProductConfig(64, 64, 32, 4, 5)), (None, ProductConfig(128, 128, 64, 8, 5))),
-    120: ((64, ProductConfig(64, 64, 32, 4, 5)), (None, ProductConfig(128, 64, 32, 8, 5))),
+WEIGHT_GRADIENTS = {
+    80: (
+        (64, ProductConfig(64, 64, 32, 4, 5)),
+        (None, ProductConfig(128, 128, 32, 8, 5)),
+    ),
+    90: (
+        (64, ProductConfig(64, 64, 32, 4, 5)),
+        (None, ProductConfig(128, 128, 64, 8, 5)),
+    ),
+    100: (
+        (64, ProductConfig(64, 64, 32, 4, 5)),
+        (None, ProductConfig(128, 128, 64, 8, 5)),
+    ),
+    120: (
+        (64, ProductConfig(64, 64, 32, 4, 5)),
+        (None, ProductConfig(128, 64, 32, 8, 5)),
+    ),
 }
-_WEIGHT_GRADIENTS[100] = _WEIGHT_GRADIENTS[90]
-_FP32_WEIGHT_GRADIENTS = ((None, ProductConfig(64, 64, 16, 8, 5)),)
+# --- End of what tune.py writes.
 
+_FP32_PRODUCTS = ((32, ProductConfig(16, 64, 32, 4, 3)), (None, ProductConfig(64, 64, 16, 8, 3)))
+_FP32_WEIGHT_GRADIENTS = ((None, ProductConfig(64, 64, 16, 8, 5)),)
 
 # Rows that are no multiple of 16 bytes are loaded element by element, which takes a 64-bit address for each.
 _UNALIGNED_PRODUCTS = ((32, ProductConfig(16, 64, 32, 4, 2)), (None, ProductConfig(64, 64, 32, 8, 2)))
@@ -119,14 +138,14 @@ def product_config(
 
     ``aligned`` is whether widths are multiples of 16, ``two_results`` whether GELU and its slope are needed at once.
     """
-    table = _FP32_PRODUCTS if dtype == torch.float32 else _PRODUCTS[_nearest(capability)]
+    table = _FP32_PRODUCTS if dtype == torch.float32 else PRODUCTS[_nearest(capability)]
     config = _lookup(table if aligned else _UNALIGNED_PRODUCTS, rows_per_expert)
     return replace(config, block_n=64) if two_results else config
 
 
 def weight_gradient_config(capability: int, dtype: torch.dtype, rows_per_expert: int) -> ProductConfig:
     """Tile of a product over the experts' rows, whose depth is the rows."""
-    table = _FP32_WEIGHT_GRADIENTS if dtype == torch.float32 else _WEIGHT_GRADIENTS[_nearest(capability)]
+    table = _FP32_WEIGHT_GRADIENTS if dtype == torch.float32 else WEIGHT_GRADIENTS[_nearest(capability)]
     return _lookup(table, rows_per_expert)
 
 
