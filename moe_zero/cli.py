@@ -21,6 +21,7 @@ Train, evaluate and use a mixture-of-experts Q-Former that is sharded over proce
 
 commands:
   train    train on photographs and captions, evaluate retrieval, draw plots
+  plan     say what training will hold and send on each rank, before anything is launched
   eval     evaluate a finished run again, also on other data
   query    rank pictures for a sentence, or captions for a picture
   caption  write captions of pictures with a finished run
