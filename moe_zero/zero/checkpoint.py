@@ -188,7 +188,7 @@ class _Generation:
         except Exception as problem:
             error = problem
         comm.agree("save_checkpoint()", None, error)
-        answers = comm.all_objects(sums)
+        answers = comm.all_objects(sums, "save_checkpoint()")
         if comm.rank == 0 and comm.replica == 0:
             try:
                 files = {file: entry for sums in answers for file, entry in sums.items()}
@@ -241,7 +241,7 @@ def _stage(
     except (ValueError, TypeError, OSError) as problem:
         error = problem
     comm.agree("save_checkpoint()", keep, error)
-    answers = comm.all_objects((name, scalars))
+    answers = comm.all_objects((name, scalars), "save_checkpoint()")
     name = answers[0][0]
     objects["scalars"] = {key: value for _, theirs in answers for key, value in theirs.items()}
     data = {f"random.{comm.rank}": _to_bytes(_random_states(comm.device))}

@@ -239,7 +239,7 @@ class Communicator:
             if error is not None:
                 raise error
             return
-        answers = self._all_objects((None if error is None else f"{type(error).__name__}: {error}", value))
+        answers = self._all_objects((None if error is None else f"{type(error).__name__}: {error}", value), what, error)
         failed = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0] is not None}
         if error is not None:
             raise error
@@ -249,18 +249,24 @@ class Communicator:
             if other != answers[0][1]:
                 raise RanksDisagree(f"{what} differs between ranks: {_difference(answers[0][1], 0, other, rank)}")
 
-    def _all_objects(self, value: object) -> list:
+    def _all_objects(self, value: object, what: str, cause: Exception | None = None) -> list:
         answers: list = [None] * self.world_size
-        dist.all_gather_object(answers, value, group=self.process_group)
-        if self.replicate_group is not None:
-            columns: list = [None] * self.replicas
-            dist.all_gather_object(columns, answers, group=self.replicate_group)
-            answers = [answer for column in columns for answer in column]
+        try:
+            dist.all_gather_object(answers, value, group=self.process_group)
+            if self.replicate_group is not None:
+                columns: list = [None] * self.replicas
+                dist.all_gather_object(columns, answers, group=self.replicate_group)
+                answers = [answer for column in columns for answer in column]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank}: {what} failed; another rank ended or did not reach it within the time-out. From "
+                f"the backend: {error}"
+            ) from (cause or error)
         return answers
 
-    def all_objects(self, value: object) -> list:
-        """Every rank's ``value``, in the order of ranks. Collective."""
-        return [value] if self.alone else self._all_objects(value)
+    def all_objects(self, value: object, what: str) -> list:
+        """Every rank's ``value``, in the order of ranks. Collective; ``what`` is named where it fails."""
+        return [value] if self.alone else self._all_objects(value, what)
 
     def scatter_rows(self, row: Tensor, rows: Tensor | None) -> None:
         """``row`` of each rank from rank 0's ``rows`` [world_size, ...]."""

@@ -198,7 +198,7 @@ class ShardedModule(nn.Module):
             except (ValueError, TypeError) as problem:
                 error = problem
         self.comm.agree("load_state_dict_full()", None, error)
-        missing, unexpected = self.comm.all_objects((missing, unexpected))[0]
+        missing, unexpected = self.comm.all_objects((missing, unexpected), "load_state_dict_full()")[0]
         for layer in self.flat_layers:
             current = None
             if any(slot.name in missing for slot in layer.slots):

@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_zero.zero import RanksDisagree, Zero3Layer, Zero3Sequential, shard
+from moe_zero.zero import (
+    RanksDisagree,
+    Zero3Layer,
+    Zero3Sequential,
+    checkpoint,
+    find_checkpoint,
+    save_checkpoint,
+    save_checkpoint_async,
+    shard,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -156,6 +165,34 @@ def test_a_rank_that_ends_or_hangs_ends_the_others(where, fresh_ranks):
     assert "rank 0: all_gather of layer 'blocks" in message or "rank 0: reduce_scatter of layer" in message, message
     assert "another rank ended or did not reach" in message
     assert seconds < 20
+
+
+def end_in_a_save(directory, asynchronous):
+    sharded = shard(Net(), Block)
+    sharded(torch.ones(2, 6)).sum().backward()
+    save_checkpoint(directory, sharded)
+    if rank() == 1:
+        checkpoint.checksum = lambda path: os._exit(1)
+    start = time.monotonic()
+    try:
+        if asynchronous:
+            save_checkpoint_async(directory, sharded).wait()
+        else:
+            save_checkpoint(directory, sharded)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start, find_checkpoint(directory).name
+    return "no error", 0.0, ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_ends_in_a_save_ends_the_others(asynchronous, fresh_ranks, tmp_path):
+    ranks = fresh_ranks(2, timeout=4)
+    ranks.start(end_in_a_save, tmp_path, asynchronous)
+    succeeded, answer = ranks.answer(0, 60)
+    assert succeeded, answer
+    message, seconds, latest = answer
+    assert message.startswith("rank 0: save_checkpoint() failed; another rank ended or did not reach it"), message
+    assert seconds < 20 and latest == "checkpoint-00000001"
 
 
 def reading_a_sharded_parameter():
