@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -197,9 +198,11 @@ def draw_captions(written: CaptionEvaluation, thumbnails: Sequence, file: Path) 
         if picture.accepted:
             lines.append(f"right in {picture.right} of {len(picture.captions)} crops")
             colour = "#047857" if picture.is_named else "#b91c1c"
-        axis.set_title("\n".join(lines), fontsize=8, color=colour, y=-0.05, va="top")
+        axis.set_title("\n".join(lines), fontsize=8, color=colour, y=-0.05, va="top", parse_math=False)
     figure.suptitle("Captions of unseen crops", fontsize=11)
-    figure.savefig(file, dpi=110)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # captions may be of any script; boxes stand for others
+        figure.savefig(file, dpi=110)
 
 
 @rc_context(STYLE)
