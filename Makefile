@@ -12,9 +12,10 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 help:  ## Say what there is to make
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
-demo: .venv/.train  ## Train a Q-Former on photographs with 2 processes, draw the plots, ask it one question
+demo: .venv/.train  ## Train a Q-Former on photographs with 2 processes, draw the plots, ask it a question and for a caption
 	$(BIN)/moe-zero train --nproc 2 --out runs/demo --resume
 	$(BIN)/moe-zero query --run runs/demo --text "a cup of coffee on a table"
+	$(BIN)/moe-zero caption --run runs/demo .venv/lib/python*/site-packages/skimage/data/coffee.png
 
 test: .venv/.dev  ## Run all tests
 	$(BIN)/python -m pytest
