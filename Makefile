@@ -27,7 +27,7 @@ lint: .venv/.dev  ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-sanitize: .venv/.dev  ## Run the flat-buffer tests under AddressSanitizer and UBSan
+sanitize: .venv/.dev  ## Run the tests of the C++ code under AddressSanitizer and UBSan
 	PYTHON=$(CURDIR)/$(BIN)/python bash tests/csrc/sanitize.sh
 
 clean:  ## Remove the virtual environment and everything built
