@@ -335,6 +335,7 @@ def kill_often(directory, times):
     return int(find_checkpoint(directory).name.removeprefix("checkpoint-"))
 
 
+@pytest.mark.slow
 def test_killed_fifty_times_there_is_always_a_checkpoint_that_loads(on_ranks, tmp_path):
     assert on_ranks(0, kill_often, tmp_path, 50, seconds=120)[0] > 10
 

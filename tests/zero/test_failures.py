@@ -19,7 +19,7 @@ from moe_zero.zero import (
     shard,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 class Block(nn.Linear):

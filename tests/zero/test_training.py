@@ -697,5 +697,6 @@ def failing(where):
     return fail if where == "forward" else lambda module, args, output: output.register_hook(fail) and None
 
 
+@pytest.mark.slow
 def test_random_steps_with_exceptions_and_evaluations_equal_the_reference(on_ranks):
     on_ranks(2, random_case, 300, seconds=240)
