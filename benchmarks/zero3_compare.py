@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 MIB = 1 << 20
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2097152"}  # moe_zero.recipes.processes says why
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2097152"}  # docs/zero3.md says why
 PLANNED = {"ddp": ("fp32", "DDP", True), "zero3": ("fp32", "ZeRO-3", True), "zero3_keep": ("fp32", "ZeRO-3", False),
            "zero3_bf16": ("bf16", "ZeRO-3", True)}  # fmt: skip
 """Precision, strategy and resharding of the methods that can be planned."""
