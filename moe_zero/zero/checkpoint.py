@@ -23,6 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def save_checkpoint(
 
     Raises (on all ranks):
         ValueError, TypeError: an argument does not fit, or ``extra`` holds other objects.
-        OSError, CheckpointException: it could not be written; the former latest generation is untouched.
+        OSError, RuntimeError: it could not be written; the former latest generation is untouched.
     """
     return _stage(directory, sharded, optimizer, scheduler, extra, keep, copies=False).write()
 
@@ -155,7 +156,8 @@ class _Generation:
     def write(self) -> Path:
         written: Future = Future()
         try:
-            written.set_result(self._call(dcp.save))
+            with _ordinary_errors():
+                written.set_result(self._call(dcp.save))
         except Exception as error:
             written.set_exception(error)
         self.finish(written)
@@ -181,7 +183,8 @@ class _Generation:
         """Checksums of what was written; then the generation becomes the latest."""
         comm, error, sums = self.comm, None, {}
         try:
-            written.result()
+            with _ordinary_errors():
+                written.result()
             if comm.replica == 0:
                 mine = sorted(self._incoming.glob(f"__{comm.rank}_*"))
                 sums = {path.name: [path.stat().st_size, checksum(path)] for path in mine}
@@ -196,6 +199,17 @@ class _Generation:
             except OSError as problem:
                 error = problem
         comm.agree("save_checkpoint()", None, error)
+
+
+@contextmanager
+def _ordinary_errors() -> Iterator[None]:
+    """DCP's exception is no ``Exception``, so that callers would miss it: the first rank's failure in its place."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        kind = OSError if isinstance(cause, OSError) else RuntimeError
+        raise kind(f"rank {rank}: {cause}") from error
 
 
 def _finish_pending(sharded: ShardedModule) -> None:
@@ -299,7 +313,8 @@ def load_checkpoint(
     comm.agree("load_checkpoint()", None, error)
     # What belongs to it is looked at before anything is changed.
     objects = _Loader([], [_OBJECTS, *([own_random] if own_random in metadata.state_dict_metadata else [])])
-    dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=objects, process_group=comm.process_group)
+    with _ordinary_errors():
+        dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=objects, process_group=comm.process_group)
     objects, random_states = objects.data[_OBJECTS], objects.data.get(own_random)
     try:
         if optimizer is not None:
@@ -313,7 +328,7 @@ def load_checkpoint(
     for layer in sharded.flat_layers:
         layer.free()
     comm.synchronize_gathers()
-    with torch.no_grad():
+    with _ordinary_errors(), torch.no_grad():
         reader = dcp.FileSystemReader(path)
         dcp.load({}, storage_reader=reader, planner=_Loader(entries, []), process_group=comm.process_group)
     if optimizer is not None:

@@ -154,6 +154,37 @@ def raises_disk_full(*args):
     raise OSError("disk full")
 
 
+def full_while_writing(directory, on_last_rank):
+    """The disk of one rank is full while its tensors are written; every rank hears of it."""
+    parts = make()
+    first = save_checkpoint(directory, *parts, {"n": 1})
+    rank, last = (dist.get_rank(), dist.get_world_size() - 1) if dist.is_initialized() else (0, 0)
+    writer = checkpoint.dcp.FileSystemWriter
+    write = writer.write_data
+    if rank == (last if on_last_rank else 0):
+        writer.write_data = raises_disk_full
+    try:
+        with pytest.raises(OSError, match=f"rank {last if on_last_rank else 0}: disk full"):
+            save_checkpoint(directory, *parts, {"n": 2})
+        pending = save_checkpoint_async(directory, *parts, {"n": 3})
+        with pytest.raises(OSError, match="disk full"):
+            pending.wait()
+        assert find_checkpoint(directory) == first
+    finally:
+        writer.write_data = write
+    with pytest.raises(OSError, match="disk full"):
+        load_checkpoint(directory, *parts)  # as the next save or load does
+    save_checkpoint(directory, *parts, {"n": 4})
+    assert load_checkpoint(directory, *parts)["n"] == 4
+
+
+@pytest.mark.parametrize(("world_size", "on_last_rank"), [(0, False), (2, False), (2, True)])
+def test_a_disk_that_is_full_while_tensors_are_written_is_an_error_on_all_ranks(
+    world_size, on_last_rank, on_ranks, tmp_path
+):
+    on_ranks(world_size, full_while_writing, tmp_path, on_last_rank)
+
+
 @pytest.mark.parametrize("world_size", [0, 2])
 def test_the_next_save_waits_and_raises_what_went_wrong(world_size, on_ranks, tmp_path):
     on_ranks(world_size, held_up, tmp_path)
