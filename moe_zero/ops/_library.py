@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 import torch
@@ -61,8 +61,7 @@ def check_float(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is {_described(tensor)}; it must be a tensor")
+        check_tensor(**{name: tensor})
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float32, bfloat16, float16 or float64")
         if tensor.dtype == torch.float64 and tensor.is_cuda:
@@ -77,6 +76,16 @@ def check_same_device(**tensors: Tensor | None) -> None:
     for name, tensor in others:
         if tensor.device != reference.device:
             raise ValueError(f"{name} is on {tensor.device}, but {first} is on {reference.device}")
+
+
+def to_bits(flags: Iterable[bool]) -> int:
+    """Flags as one integer, the first in the lowest bit: how operators are told which gradients are needed."""
+    return sum(bool(flag) << i for i, flag in enumerate(flags))
+
+
+def from_bits(bits: int, count: int) -> list[bool]:
+    """The ``count`` flags that :func:`to_bits` put together."""
+    return [bool(bits >> i & 1) for i in range(count)]
 
 
 def accumulate_dtype(*tensors: Tensor) -> torch.dtype:

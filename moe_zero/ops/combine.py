@@ -14,6 +14,7 @@ from moe_zero.ops._library import (
     check_float,
     check_same_device,
     check_tensor,
+    to_bits,
     triton_kernels,
 )
 
@@ -188,7 +189,7 @@ def _backward(ctx, grad_TD, _mean, _rstd):
     *tensors, mean_T, rstd_T = ctx.saved_tensors
     tensors = iter(tensors)
     inputs = [next(tensors) if present else None for present in ctx.present]
-    needs = sum(need << i for i, need in enumerate(ctx.needs_input_grad[:5]))
+    needs = to_bits(ctx.needs_input_grad[:5])
     grads = _combine_backward(grad_TD, *inputs, mean_T, rstd_T, needs)
     return *(grad if needs >> i & 1 else None for i, grad in enumerate(grads)), None
 

@@ -12,6 +12,7 @@ without the dispatcher, which costs half a microsecond for each tensor of a list
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
@@ -255,9 +256,7 @@ def unpack_reference(flat: Tensor, plan: FlatPlan, tensors: Sequence[Tensor], *,
             raise ValueError(f"tensors[{i}] shares memory with the flat buffer")
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(f"tensors[{i}] shares memory with itself; each element must be written once")
-        for j in range(i):
-            if tensor.is_contiguous() and tensors[j].is_contiguous() and _share_memory(tensors[j], tensor):
-                raise ValueError(f"tensors[{j}] and tensors[{i}] share memory; each element must be written once")
+    _check_apart(tensors)
     rows = _bytes(flat).view(plan.world_size, plan.shard_bytes)
     whole = {i: [] for i in range(len(tensors))}
     for tensor, _, rank, byte, count in plan.pieces:
@@ -285,9 +284,22 @@ def sum_rows_reference(
         _write_stats(stats, [out])
 
 
+def _has_addresses(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _check_apart(tensors: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` where dense tensors share memory with each other."""
+    ranges = sorted((*_address_range(t), i) for i, t in enumerate(tensors) if _has_addresses(t) and t.is_contiguous())
+    for (_, end, i), (begin, _, j) in pairwise(ranges):  # sorted by address, neighbours overlap if any do
+        if begin < end:
+            first, second = sorted((i, j))
+            raise ValueError(f"tensors[{first}] and tensors[{second}] share memory; each element must be written once")
+
+
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges of two tensors with data overlap."""
-    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor) or "meta" in (a.device.type, b.device.type):
+    if not _has_addresses(a) or not _has_addresses(b):
         return False
     (a_begin, a_end), (b_begin, b_end) = _address_range(a), _address_range(b)
     return a_begin < b_end and b_begin < a_end

@@ -170,20 +170,9 @@ def _zeros_for_none(weights_TK, probs_TE, importance_E, logsumexp_T, ids_TK, lik
     return tuple(like_TE.new_zeros(shape) if grad is None else grad for grad, shape in grads)
 
 
-def _gate_backward_cuda(
-    grad_weights_TK,
-    grad_probs_TE,
-    grad_importance_E,
-    grad_logsumexp_T,
-    x_TQD,
-    router_ED,
-    ids_TK,
-    probs_TE,
-    renormalize,
-    needs_x,
-    needs_router,
-):
-    grads = _zeros_for_none(grad_weights_TK, grad_probs_TE, grad_importance_E, grad_logsumexp_T, ids_TK, probs_TE)
+def _gate_backward_cuda(*args):
+    *grads, x_TQD, router_ED, ids_TK, probs_TE, renormalize, needs_x, needs_router = args
+    grads = _zeros_for_none(*grads, ids_TK, probs_TE)
     grad_x_TQD, grad_router_ED = triton_kernels("gate").gate_backward(
         *grads, x_TQD, router_ED, ids_TK, probs_TE, renormalize
     )
@@ -193,19 +182,8 @@ def _gate_backward_cuda(
     )
 
 
-def _gate_backward_fake(
-    grad_weights_TK,
-    grad_probs_TE,
-    grad_importance_E,
-    grad_logsumexp_T,
-    x_TQD,
-    router_ED,
-    ids_TK,
-    probs_TE,
-    renormalize,
-    needs_x,
-    needs_router,
-):
+def _gate_backward_fake(*args):
+    *_, x_TQD, router_ED, _ids, _probs, _renormalize, needs_x, needs_router = args
     return (
         x_TQD.new_empty(x_TQD.shape if needs_x else 0),
         router_ED.new_empty(router_ED.shape if needs_router else 0),

@@ -20,7 +20,9 @@ from moe_zero.ops._library import (
     check_integers,
     check_same_device,
     check_tensor,
+    from_bits,
     promote,
+    to_bits,
     triton_kernels,
 )
 
@@ -346,7 +348,7 @@ def _gelu_ffn_backward_cpu(
     needs: int,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, weights, w1, b1, w2, b2 (stacked), each empty where its bit in ``needs`` is 0."""
-    needs = _flags(needs)
+    needs = from_bits(needs, 6)
     (T, D), E, F = x_TD.shape, num_experts(w1), w1[0].shape[-2]
     groups = _Groups.dense(T, E) if dense else _Groups.sparse(order_N, offsets_E, experts_per_token)
     N, longest = groups.offsets[-1], groups.longest
@@ -416,10 +418,6 @@ def _gelu_ffn_backward_cpu(
     return grad_x_TD, grad_weights_TK, grad_w1_EFD, grad_b1_EF, grad_w2_EDF, grad_b2_ED
 
 
-def _flags(needs: int) -> list[bool]:
-    return [bool(needs >> i & 1) for i in range(6)]
-
-
 def _gelu_ffn_backward_fake(
     grad_y,
     x_TD,
@@ -438,7 +436,7 @@ def _gelu_ffn_backward_fake(
     needs,
 ):
     (T, D), E, F = x_TD.shape, num_experts(w1), w1[0].shape[-2]
-    needs = _flags(needs)
+    needs = from_bits(needs, 6)
     shapes = ((T, D), None, (E, F, D), (E, F), (E, D, F), (E, D))
     grads = [x_TD.new_empty(shape if need and shape else 0) for shape, need in zip(shapes, needs, strict=True)]
     if needs[1]:
@@ -451,7 +449,7 @@ def _gelu_ffn_cuda(*args):
 
 
 def _gelu_ffn_backward_cuda(*args):
-    return triton_kernels("ffn").gelu_ffn_backward(*args[:-1], _flags(args[-1]))
+    return triton_kernels("ffn").gelu_ffn_backward(*args[:-1], from_bits(args[-1], 6))
 
 
 def _setup_context(ctx, inputs, output):
@@ -488,7 +486,7 @@ def _backward(ctx, grad_y, *_):
         ctx.experts_per_token,
         ctx.tanh,
         ctx.saved,
-        sum(need << i for i, need in enumerate(needs)),
+        to_bits(needs),
     )
     lists = [unstack(grad, length, need) for grad, length, need in zip(grads, ctx.lengths, needs_lists, strict=True)]
     return grad_x if needs_x else None, None, grad_weights if needs_weights else None, *lists, None, None

@@ -21,7 +21,9 @@ from moe_zero.ops._library import (
     accumulate_dtype,
     check_float,
     check_same_device,
+    from_bits,
     promote,
+    to_bits,
     triton_kernels,
 )
 from moe_zero.ops.gelu_ffn import (
@@ -171,10 +173,6 @@ def _up_fake(x_RD, Q, w1, b1, folded_EF, tanh):
     return folded_EF.new_empty(R // Q, E), x_RD.new_empty(E, R, F)
 
 
-def _flags(needs: int) -> list[bool]:
-    return [bool(needs >> i & 1) for i in range(4)]
-
-
 def _up_backward_cpu(
     grad_logits_GE: Tensor | None,
     grad_pre_ERF: Tensor | None,
@@ -188,7 +186,7 @@ def _up_backward_cpu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, w1, b1 (stacked) and folded, each empty where its bit in ``needs`` is 0."""
     (E, R, F), D = pre_ERF.shape, x_RD.shape[1]
-    needs_x, needs_w1, needs_b1, needs_folded = _flags(needs)
+    needs_x, needs_w1, needs_b1, needs_folded = from_bits(needs, 4)
     grad_x_RD = x_RD.new_zeros((R, D) if needs_x else 0)
     grad_w1_EFD = x_RD.new_empty((E, F, D) if needs_w1 else 0)
     grad_b1_EF = x_RD.new_empty((E, F) if needs_b1 else 0)
@@ -216,12 +214,12 @@ def _up_backward_cpu(
 
 
 def _up_backward_cuda(*args):
-    return triton_kernels("ffn").post_route_up_backward(*args[:-1], _flags(args[-1]))
+    return triton_kernels("ffn").post_route_up_backward(*args[:-1], from_bits(args[-1], 4))
 
 
 def _up_backward_fake(grad_logits_GE, grad_pre_ERF, x_RD, Q, w1, folded_EF, pre_ERF, tanh, needs):
     (E, R, F), D = pre_ERF.shape, x_RD.shape[1]
-    needs = _flags(needs)
+    needs = from_bits(needs, 4)
     grads = [x_RD.new_empty(s if need else 0) for s, need in zip(((R, D), (E, F, D), (E, F)), needs, strict=False)]
     return *grads, folded_EF.new_empty((E, F) if needs[3] else 0)
 
@@ -239,8 +237,7 @@ def _up_backward(ctx, grad_logits_GE, grad_pre_ERF):
     len_w1, len_b1 = ctx.lengths
     if grad_logits_GE is None and grad_pre_ERF is None:
         return None, None, [None] * len_w1, [None] * len_b1, None, None
-    needs = [needs_x, any(needs_w1), any(needs_b1), needs_folded]
-    needs = sum(need << i for i, need in enumerate(needs))
+    needs = to_bits([needs_x, any(needs_w1), any(needs_b1), needs_folded])
     grads = _post_route_up_backward(grad_logits_GE, grad_pre_ERF, x_RD, ctx.Q, w1, folded_EF, pre_ERF, ctx.tanh, needs)
     grad_x, grad_w1, grad_b1, grad_folded = grads
     return (
@@ -332,7 +329,7 @@ def _down_backward_cpu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of pre, weights, w2, b2 (stacked), each empty where its bit in ``needs`` is 0."""
     (E, _, Q, F), D = pre_EGQF.shape, w2[0].shape[-2]
-    needs_pre, needs_weights, needs_w2, needs_b2 = _flags(needs)
+    needs_pre, needs_weights, needs_w2, needs_b2 = from_bits(needs, 4)
     grad_pre_EGQF = pre_EGQF.new_zeros(pre_EGQF.shape if needs_pre else 0)
     grad_weights_S = pre_EGQF.new_empty(len(groups_S) if needs_weights else 0, dtype=accumulate_dtype(pre_EGQF))
     grad_w2_EDF = pre_EGQF.new_zeros((E, D, F) if needs_w2 else 0)
@@ -364,12 +361,12 @@ def _down_backward_cpu(
 
 
 def _down_backward_cuda(*args):
-    return triton_kernels("ffn").post_route_down_backward(*args[:-1], _flags(args[-1]))
+    return triton_kernels("ffn").post_route_down_backward(*args[:-1], from_bits(args[-1], 4))
 
 
 def _down_backward_fake(grad_SQD, pre_EGQF, groups_S, experts_S, weights_S, w2, b2, tanh, needs):
     (E, _, _, F), D = pre_EGQF.shape, w2[0].shape[-2]
-    needs_pre, needs_weights, needs_w2, needs_b2 = _flags(needs)
+    needs_pre, needs_weights, needs_w2, needs_b2 = from_bits(needs, 4)
     return (
         pre_EGQF.new_empty(pre_EGQF.shape if needs_pre else 0),
         weights_S.new_empty(weights_S.shape) if needs_weights else pre_EGQF.new_empty(0),
@@ -390,8 +387,7 @@ def _down_backward(ctx, grad_SQD):
     weights_S = rest.pop(0) if ctx.has_weights else None
     len_w2, len_b2 = ctx.lengths
     needs_pre, _, _, needs_weights, needs_w2, needs_b2, _ = ctx.needs_input_grad
-    needs = [needs_pre, needs_weights, any(needs_w2), any(needs_b2)]
-    needs = sum(need << i for i, need in enumerate(needs))
+    needs = to_bits([needs_pre, needs_weights, any(needs_w2), any(needs_b2)])
     grad_pre, grad_weights, grad_w2, grad_b2 = _post_route_down_backward(
         grad_SQD, pre_EGQF, groups_S, experts_S, weights_S, rest[:len_w2], rest[len_w2:], ctx.tanh, needs
     )
