@@ -18,9 +18,10 @@ using Tensors = std::vector<Tensor>;
 
 // Rows of an expert up to which the products are ours.
 inline constexpr int64_t kFewRows = 32;
+
 // `offset` counts from the tensor's own first element.
 inline Tensor view_at(const Tensor& tensor, int64_t offset, const std::vector<int64_t>& sizes,
-               const std::vector<int64_t>& strides) {
+                      const std::vector<int64_t>& strides) {
   AtenTensorHandle out;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &out));
@@ -100,6 +101,13 @@ void affine_backward(const Tensor& x, const Tensor& w, const Tensor& out) {
     const int64_t first = begin * kBlock, count = std::min(width, end * kBlock) - first;
     kernels.outer_rows(rows, x.stride(0), 1, n, inner, weights + first, w.stride(0), count, target + first, width, false);
   });
+}
+
+// Adds up `count` rows of sums, in order and in place, and writes the result to row e of out.
+template <typename C>
+void reduce_rows(C* sums, int64_t count, int64_t width, const Tensor& out, int64_t e) {
+  for (int64_t i = 1; i < count; ++i) moe_kernels<C>().add_scaled(sums + i * width, 1, width, sums);
+  Rows(out).wrote(sums, e * width, width);
 }
 
 inline int64_t read_id(const void* data, int32_t code, int64_t i) {

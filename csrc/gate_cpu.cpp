@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor> gate_backward(const std::optional<Tensor>& grad_weigh
   const Dense<C> grad_weights(grad_weights_TK), grad_probs(grad_probs_TE), grad_importance(grad_importance_E),
       grad_logsumexp(grad_logsumexp_T), all_probs(probs_TE);
   const int64_t* ids = static_cast<const int64_t*>(ids_TK.const_data_ptr());
-  const Tensor grad_x = new_tensor(needs_x ? std::vector<int64_t>{T, Q, D} : std::vector<int64_t>{0}, dtype_code(x_TQD));
+  const Tensor grad_x = new_or_empty(needs_x, {T, Q, D}, dtype_code(x_TQD));
   const Rows grad_x_TQD(grad_x);
   const auto grad_logits_TE = scratch<C>(T * E);
   // With several rows per token, their mean is kept from the pass over tokens for the one over columns.
@@ -179,8 +179,7 @@ std::tuple<Tensor, Tensor> gate_backward(const std::optional<Tensor>& grad_weigh
     }
   });
 
-  const Tensor grad_router =
-      new_tensor(needs_router ? std::vector<int64_t>{E, D} : std::vector<int64_t>{0}, dtype_code(router_ED));
+  const Tensor grad_router = new_or_empty(needs_router, {E, D}, dtype_code(router_ED));
   if (needs_router) {
     const Rows grad_router_ED(grad_router);
     const bool direct = grad_router_ED.template direct<C>();

@@ -129,8 +129,7 @@ Forward forward(const Tensor& x_TD, const std::optional<Tensor>& ids_TK, const s
     if (n == 0) continue;
     const Tensor act_nF = row_range(act_buffer, 0, n);
     const Tensor pre_nF = save ? row_range(pre_NF, begin, n) : act_nF;
-    affine<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e),
-              pre_nF);
+    affine<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e), pre_nF);
     gelu_rows<C>(pre_nF, tanh, act_nF);
     affine<C>(act_nF, expert(w2, e), bias_of(b2, e), row_range(y_ND, begin, n));
   }
@@ -152,8 +151,8 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
   const int32_t code = dtype_code(x_TD);
   const bool dense = groups.is_dense;
   const MoeKernels<C>& kernels = moe_kernels<C>();
-  const auto grad = [&](Need need, std::vector<int64_t> sizes) {
-    return new_tensor(needs & need ? sizes : std::vector<int64_t>{0}, code);
+  const auto grad = [&](Need need, const std::vector<int64_t>& sizes) {
+    return new_or_empty(needs & need, sizes, code);
   };
   const Tensor grad_w1 = grad(kW1, {E, F, D}), grad_b1 = grad(kB1, {E, F}), grad_w2 = grad(kW2, {E, D, F});
   const Tensor grad_b2 = grad(kB2, {E, D});
@@ -214,12 +213,8 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
         }
       }
     });
-    const auto reduce = [&](C* sums, int64_t width, const Tensor& out) {
-      for (int64_t chunk = 1; chunk < chunks; ++chunk) kernels.add_scaled(sums + chunk * width, 1, width, sums);
-      Rows(out).wrote(sums, e * width, width);
-    };
-    if (needs & kB1) reduce(sums1.get(), F, grad_b1);
-    if (needs & kB2) reduce(sums2.get(), D, grad_b2);
+    if (needs & kB1) reduce_rows(sums1.get(), chunks, F, grad_b1, e);
+    if (needs & kB2) reduce_rows(sums2.get(), chunks, D, grad_b2, e);
     if (needs & kW2) mm(transposed(grad_y_nD), act_nF, view_at(grad_w2, e * D * F, {D, F}, {F, 1}));
     if (needs & kW1) mm(transposed(grad_nF), x_nD, view_at(grad_w1, e * F * D, {F, D}, {D, 1}));
     if (needs & kX) affine_backward<C>(grad_nF, expert(w1, e), row_range(grad_x_ND, begin, n));

@@ -8,17 +8,6 @@
 namespace moe_zero {
 namespace {
 
-Tensor empty_or(bool needed, const std::vector<int64_t>& sizes, int32_t code) {
-  return new_tensor(needed ? sizes : std::vector<int64_t>{0}, code);
-}
-
-// sums[0] += sums[1] + ..., then to row e of out.
-template <typename C>
-void reduce(C* sums, int64_t count, int64_t width, const Tensor& out, int64_t e) {
-  for (int64_t i = 1; i < count; ++i) moe_kernels<C>().add_scaled(sums + i * width, 1, width, sums);
-  Rows(out).wrote(sums, e * width, width);
-}
-
 template <typename C>
 std::tuple<Tensor, Tensor> up_forward(const Tensor& x_RD, int64_t Q, const Tensors& w1, const Tensors& b1,
                                       const Tensor& folded_EF, bool tanh) {
@@ -56,8 +45,8 @@ Grads up_backward(const std::optional<Tensor>& grad_logits_GE, const std::option
   const int64_t R = x_RD.size(0), D = x_RD.size(1), E = folded_EF.size(0), F = folded_EF.size(1), G = R / Q;
   const int32_t code = dtype_code(x_RD);
   const MoeKernels<C>& kernels = moe_kernels<C>();
-  const Grads grads{empty_or(needs & kX, {R, D}, code), empty_or(needs & kW1, {E, F, D}, code),
-                    empty_or(needs & kB1, {E, F}, code), empty_or(needs & kFolded, {E, F}, code_of<C>())};
+  const Grads grads{new_or_empty(needs & kX, {R, D}, code), new_or_empty(needs & kW1, {E, F, D}, code),
+                    new_or_empty(needs & kB1, {E, F}, code), new_or_empty(needs & kFolded, {E, F}, code_of<C>())};
   const auto& [grad_x, grad_w1, grad_b1, grad_folded] = grads;
   if (needs & kX && (R == 0 || E == 0)) fill_zero(grad_x, 0, R * D);
   const Dense<C> folded(folded_EF), grad_logits(grad_logits_GE);
@@ -95,8 +84,8 @@ Grads up_backward(const std::optional<Tensor>& grad_logits_GE, const std::option
       if (needs & kFolded) fill_zero(grad_folded, e * F, F);
       continue;
     }
-    if (needs & kB1) reduce(sums1.get(), G, F, grad_b1, e);
-    if (needs & kFolded) reduce(sums_folded.get(), G, F, grad_folded, e);
+    if (needs & kB1) reduce_rows(sums1.get(), G, F, grad_b1, e);
+    if (needs & kFolded) reduce_rows(sums_folded.get(), G, F, grad_folded, e);
     if (needs & kW1) mm(transposed(inner_RF), x_RD, view_at(grad_w1, e * F * D, {F, D}, {D, 1}));
     if (!(needs & kX)) continue;
     if (e == 0) {
@@ -180,9 +169,9 @@ Grads down_backward(const Tensor& grad_y, const Tensor& pre_EGQF, const Tensor& 
   const MoeKernels<C>& kernels = moe_kernels<C>();
   const Chosen chosen(groups_S, experts_S, G, E);
   const Dense<C> weights(weights_S);
-  const Grads grads{empty_or(needs & kPre, {E, G, Q, F}, code),
-                    empty_or(needs & kWeights, {S}, weights_S ? dtype_code(*weights_S) : code),
-                    empty_or(needs & kW2, {E, D, F}, code), empty_or(needs & kB2, {E, D}, code)};
+  const Grads grads{new_or_empty(needs & kPre, {E, G, Q, F}, code),
+                    new_or_empty(needs & kWeights, {S}, weights_S ? dtype_code(*weights_S) : code),
+                    new_or_empty(needs & kW2, {E, D, F}, code), new_or_empty(needs & kB2, {E, D}, code)};
   const auto& [grad_pre, grad_weights, grad_w2, grad_b2] = grads;
   if (needs & kPre) parallel(E * G, Q * F, [&](int64_t begin, int64_t end) { fill_zero(grad_pre, begin * Q * F, (end - begin) * Q * F); });
   const Rows pre(pre_EGQF), pre_out(grad_pre);
@@ -246,7 +235,7 @@ Grads down_backward(const Tensor& grad_y, const Tensor& pre_EGQF, const Tensor& 
       for (int64_t q = 0; q < Q; ++q) sum += products[i * Q + q];
       grad_weights_S[places[i]] = sum;
     }
-    if (needs & kB2) reduce(sums.get(), Q, D, grad_b2, e);
+    if (needs & kB2) reduce_rows(sums.get(), Q, D, grad_b2, e);
     if (needs & kW2) mm(transposed(y_nD), row_range(act_buffer, 0, n * Q), view_at(grad_w2, e * D * F, {D, F}, {F, 1}));
   }
   if (needs & kWeights) Rows(grad_weights).wrote(grad_weights_S.get(), 0, S);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 
 namespace moe_zero {
@@ -26,9 +27,6 @@ class TopK {
   using Key = decltype(order_key(T()));
 
   explicit TopK(int64_t n) : n_(n), keys_(new Key[n]), order_(new int64_t[n]) {}
-  ~TopK() { delete[] keys_, delete[] order_; }
-  TopK(const TopK&) = delete;
-  TopK& operator=(const TopK&) = delete;
 
   // Indices of the k largest of n values.
   void operator()(const T* values, int64_t k, int64_t* out) {
@@ -38,10 +36,11 @@ class TopK {
       return;
     }
     for (int64_t i = 0; i < n_; ++i) order_[i] = i;
-    std::partial_sort(order_, order_ + k, order_ + n_, [this](int64_t a, int64_t b) {
+    int64_t* const order = order_.get();
+    std::partial_sort(order, order + k, order + n_, [this](int64_t a, int64_t b) {
       return keys_[a] != keys_[b] ? keys_[a] > keys_[b] : a < b;
     });
-    std::copy(order_, order_ + k, out);
+    std::copy(order, order + k, out);
   }
 
  private:
@@ -64,8 +63,8 @@ class TopK {
   }
 
   int64_t n_;
-  Key* keys_;
-  int64_t* order_;
+  std::unique_ptr<Key[]> keys_;
+  std::unique_ptr<int64_t[]> order_;
 };
 
 }  // namespace moe_zero

@@ -37,6 +37,11 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, int32_t dtype_code) 
   return Tensor(out);
 }
 
+// What an operator returns in the place of a gradient that nobody needs has no elements.
+inline Tensor new_or_empty(bool needed, const std::vector<int64_t>& sizes, int32_t dtype_code) {
+  return new_tensor(needed ? sizes : std::vector<int64_t>{0}, dtype_code);
+}
+
 inline int32_t dtype_code(const Tensor& tensor) {
   int32_t code = -1;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
