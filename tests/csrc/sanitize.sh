@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the extensions with AddressSanitizer and UndefinedBehaviorSanitizer in a copy of the tree and runs the tests of
-# the flat buffers and of the experts' operators over them. PYTHON: an interpreter with torch, setuptools, pybind11, ninja, pytest and hypothesis.
+# the flat buffers and of the experts' operators over them. PYTHON: an interpreter with torch, setuptools, pybind11,
+# ninja, pytest and hypothesis.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -20,4 +21,5 @@ LD_PRELOAD="$preload" "$python" -c '
 import moe_zero._extensions as extensions
 assert all(e.path.startswith("'"$copy"'") and e.loaded for e in extensions.extensions()[:2]), extensions.extensions()'
 LD_PRELOAD="$preload" "$python" -m pytest -q -p no:cacheprovider tests/ops/test_flat.py \
-    tests/ops/test_instruction_sets.py tests/ops/test_messages.py --deselect tests/ops/test_instruction_sets.py::test_without_the_compiled_extension "$@"
+    tests/ops/test_instruction_sets.py tests/ops/test_messages.py \
+    --deselect tests/ops/test_instruction_sets.py::test_without_the_compiled_extension "$@"

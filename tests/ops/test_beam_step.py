@@ -6,13 +6,6 @@ from torch.library import opcheck
 from moe_zero.ops.beam_step import beam_step, beam_step_reference
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return request.param
-
-
 def inputs(B, J, R, L, device="cpu", levels=None):
     """Scores, probabilities and routes; with ``levels``, probabilities of few distinct values, so that many tie."""
     generator = torch.Generator().manual_seed(B + 10 * J + 100 * R)

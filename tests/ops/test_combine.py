@@ -17,13 +17,6 @@ FORMS = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return request.param
-
-
 def relative_error(out, reference):
     out, reference = out.double().cpu(), reference.double().cpu()
     return ((out - reference).norm() / reference.norm().clamp_min(1e-12)).item()

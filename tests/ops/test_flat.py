@@ -22,19 +22,7 @@ from moe_zero.ops.flat import (
 )
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-KERNELS = ["plain", "avx2", "avx512"]
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request):
-    """Runs a test with each instruction set that this processor has."""
-    try:
-        _extensions.ops_cpu.kernels(request.param)
-    except ValueError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    _extensions.ops_cpu.kernels("auto")
 
 
 def same(a, b):

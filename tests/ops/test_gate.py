@@ -7,14 +7,6 @@ from moe_zero.ops.gate import gate, gate_reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 FLOAT_FIELDS = ("weights", "probs", "importance", "logsumexp")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return request.param
 
 
 def relative_error(out, reference):

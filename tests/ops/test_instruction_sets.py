@@ -6,22 +6,11 @@ import sys
 import pytest
 import torch
 
-from moe_zero import _extensions
 from moe_zero.ops.beam_step import beam_step, beam_step_reference
 from moe_zero.ops.combine import combine, combine_reference
 from moe_zero.ops.gate import gate, gate_reference
 from moe_zero.ops.gelu_ffn import gelu_ffn, gelu_ffn_reference
 from moe_zero.ops.post_route import post_route_logits, post_route_reference
-
-
-@pytest.fixture(params=["plain", "avx2", "avx512"])
-def kernels(request):
-    try:
-        _extensions.ops_cpu.kernels(request.param)
-    except ValueError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    _extensions.ops_cpu.kernels("auto")
 
 
 def leaves(*shapes, dtype=torch.float32):

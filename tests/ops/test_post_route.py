@@ -8,13 +8,6 @@ from moe_zero.ops.post_route import post_route_logits, post_route_outputs, post_
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return request.param
-
-
 def relative_error(out, reference):
     out, reference = out.double().cpu(), reference.double().cpu()
     return ((out - reference).norm() / reference.norm().clamp_min(1e-12)).item()

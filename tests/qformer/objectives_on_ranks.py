@@ -9,29 +9,15 @@ import sys
 import torch
 import torch.distributed as dist
 
-from moe_zero.qformer import QFormerConfig
 from moe_zero.qformer.objectives import QFormerPretraining
+from small_qformer import WIDER
 
 PAIRS = 6
 
 
 def make(**changes) -> QFormerPretraining:
     torch.manual_seed(0)
-    config = QFormerConfig(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=48,
-        encoder_width=20,
-        vocab_size=50,
-        max_position_embeddings=16,
-        num_query_tokens=5,
-        moe_layers=(2, 3),
-        num_experts=4,
-        num_beams=3,
-        initializer_range=0.3,
-    )
-    return QFormerPretraining(config, embed_dim=12, gate_weight=0.5, **changes)
+    return QFormerPretraining(WIDER, embed_dim=12, gate_weight=0.5, **changes)
 
 
 def batch() -> dict:

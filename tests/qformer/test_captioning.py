@@ -1,11 +1,14 @@
 """Captions: what transformers' generation makes of our cached steps, against decoding without a cache."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from small_qformer import WIDER
+
 pytest.importorskip("transformers")
 
-from moe_zero.qformer import QFormerConfig
 from moe_zero.qformer.captioning import CaptionOptions, _Reading, write_captions
 from moe_zero.qformer.objectives import QFormerPretraining
 
@@ -16,20 +19,7 @@ TOKENS = {"start_id": START, "end_id": END, "vocab_size": 30, "max_positions": 1
 @pytest.fixture(scope="module")
 def model() -> QFormerPretraining:
     torch.manual_seed(3)
-    config = QFormerConfig(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=48,
-        encoder_width=20,
-        vocab_size=30,
-        max_position_embeddings=16,
-        num_query_tokens=Q,
-        moe_layers=(2, 3),
-        num_experts=4,
-        num_beams=3,
-        initializer_range=0.3,
-    )
+    config = replace(WIDER, vocab_size=30)
     model = QFormerPretraining(config, embed_dim=8).eval()
     model.qformer.cls.predictions.bias.data[END] = 1.5  # so that captions end
     return model

@@ -12,18 +12,12 @@ from moe_zero.qformer import QFormerConfig, QFormerModel, load_qformer, save_qfo
 from moe_zero.qformer.checkpoint import convert, export_state_dict, parse_settings
 from moe_zero.qformer.layouts import LAYOUT_NAMES
 from moe_zero.qformer.weight_files import open_weights
+from small_qformer import SMALL
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors (extra hf)")
 
-DENSE = QFormerConfig(
-    hidden_size=24,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=40,
-    encoder_width=20,
-    vocab_size=50,
-    max_position_embeddings=16,
-    num_query_tokens=5,
+DENSE = replace(
+    SMALL,
     moe_layers=(),
     num_experts=1,
     layer_norm_eps=1e-6,

@@ -1,9 +1,6 @@
 """Text that is read word by word after the queries: masks, caches, the loss, the head in checkpoints."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from moe_zero.qformer import QFormerConfig, QFormerModel, load_qformer, save_qfo
 from moe_zero.qformer.checkpoint import convert, export_state_dict
 from moe_zero.qformer.objectives import LABEL_SMOOTHING, QFormerPretraining
 from moe_zero.qformer.reference import qformer_reference
+from small_qformer import WIDER
 
 _SCRIPT = Path(__file__).with_name("language_model_on_ranks.py")
 _SPEC = importlib.util.spec_from_file_location("language_model_on_ranks", _SCRIPT)
@@ -21,21 +19,7 @@ on_ranks = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(on_ranks)
 
 B, Q, T, P = 3, 5, 7, 6
-SMALL = QFormerConfig(
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=2,
-    intermediate_size=48,
-    encoder_width=20,
-    vocab_size=50,
-    max_position_embeddings=16,
-    num_query_tokens=Q,
-    moe_layers=(2, 3),
-    num_experts=4,
-    num_beams=3,
-    initializer_range=0.3,
-    lm_head=True,
-)
+SMALL = replace(WIDER, lm_head=True)
 KINDS = {
     "beams": SMALL,
     "four beams from layer 1 to 2": replace(SMALL, moe_layers=(1, 2), num_beams=4),
@@ -166,15 +150,11 @@ def test_objectives_without_words_have_no_head():
 
 
 @pytest.mark.distributed
-def test_sharded_ranks_train_with_the_losses_of_one_process(tmp_path):
+def test_sharded_ranks_train_with_the_losses_of_one_process(results_of_ranks):
     """Three optimizer steps under ZeRO-3: one unsharded process, one sharded, two."""
     expected = on_ranks.losses_of_steps(sharded=False)
     alone = on_ranks.losses_of_steps(sharded=True)
-    file = tmp_path / "losses.pt"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(_SCRIPT), str(file)]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    for found in (alone, torch.load(file)):
+    for found in (alone, results_of_ranks(_SCRIPT, 2)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

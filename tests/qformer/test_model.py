@@ -7,23 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import small_qformer
 from moe_zero.qformer import QFormerConfig, QFormerModel, importance_loss
 from moe_zero.qformer.golden import GoldenCase
 
-SMALL = QFormerConfig(
-    hidden_size=24,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=40,
-    encoder_width=20,
-    vocab_size=50,
-    max_position_embeddings=16,
-    num_query_tokens=5,
-    moe_layers=(1, 2, 3),
-    num_experts=4,
-    num_beams=3,
-    initializer_range=0.12,
-)
+SMALL = replace(small_qformer.SMALL, initializer_range=0.12)
 B, T, P = 3, 6, 7
 
 

@@ -1,7 +1,4 @@
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,13 +25,8 @@ def alone():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(ranks, alone, tmp_path):
-    file = tmp_path / "results.pt"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    subprocess.run(
-        [*launcher, str(_SCRIPT), str(file)], check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    together = torch.load(file)
+def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(ranks, alone, results_of_ranks):
+    together = results_of_ranks(_SCRIPT, ranks)
     assert together.keys() == alone.keys()
     for name, expected in alone.items():
         # The gradient of a key's bias is 0 by nature (softmax does not see it): rounding is all there is of it.

@@ -6,24 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from moe_zero.qformer import QFormerConfig, QFormerModel
+import small_qformer
+from moe_zero.qformer import QFormerModel
 from moe_zero.qformer.golden import GoldenCase, compare, golden_files
 from moe_zero.qformer.reference import qformer_reference
 
-SMALL = QFormerConfig(
-    hidden_size=24,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=40,
-    encoder_width=20,
-    vocab_size=50,
-    max_position_embeddings=16,
-    num_query_tokens=5,
-    moe_layers=(1, 2, 3),
-    num_experts=5,
-    num_beams=4,
-    initializer_range=0.3,
-)
+SMALL = replace(small_qformer.SMALL, num_experts=5, num_beams=4)
 
 
 def test_reference_is_the_published_model(golden_directory):

@@ -1,24 +1,14 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+import small_qformer
 from moe_zero.qformer import QFormerConfig, QFormerModel
 from moe_zero.recipes.beams import trace_beams
 
-SMALL = QFormerConfig(
-    hidden_size=24,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=40,
-    encoder_width=20,
-    vocab_size=50,
-    num_query_tokens=5,
-    moe_layers=(1, 2, 3),
-    num_experts=4,
-    num_beams=4,
-    initializer_range=0.3,
-)
+SMALL = replace(small_qformer.SMALL, num_beams=4, max_position_embeddings=512)
 
 
 def test_the_chosen_beam_followed_back_is_the_route_of_the_model():
