@@ -93,6 +93,7 @@ class CaptionEvaluation:
         found["pictures"] = [
             {
                 "picture": picture.name,
+                "usual": picture.usual,
                 "captions": list(picture.captions),
                 "accepted": list(picture.accepted),
                 "named": picture.right if picture.accepted else None,

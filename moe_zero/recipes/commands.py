@@ -1,5 +1,4 @@
-"""The commands ``train``, ``plan``, ``eval``, ``query``, ``caption`` and ``convert``. The options of ``train`` are the
-fields of `TrainConfig`."""
+"""All commands but ``bench`` and ``doctor``. The options of ``train`` are the fields of `TrainConfig`."""
 
 from __future__ import annotations
 

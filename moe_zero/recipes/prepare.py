@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from moe_zero.qformer.objectives import QFormerPretraining
 from moe_zero.recipes.batches import BatchSource
 from moe_zero.recipes.config import TrainConfig
-from moe_zero.recipes.crops import Crop, evaluation_crops, training_crops
-from moe_zero.recipes.data import CaptionData, PictureIndex, load_data
+from moe_zero.recipes.crops import Crop, centre, evaluation_crops, training_crops
+from moe_zero.recipes.data import CaptionData, PictureIndex, load_data, read_image
 from moe_zero.recipes.encoders import ImageEncoder, open_encoder
 from moe_zero.recipes.features import FeatureStore
 from moe_zero.recipes.processes import Processes
@@ -124,11 +125,13 @@ def build_model(config: TrainConfig, encoder_width: int, *, initial: bool = True
     return model
 
 
+def middle(image: Image.Image, encoder: ImageEncoder) -> Image.Image:
+    """The middle of a picture that is not in the data, as the encoder takes it."""
+    return centre(image.size).apply(image, encoder.image_size)
+
+
 def encode_picture(config: TrainConfig, path: str | Path) -> Tensor:
     """Features of the middle of a picture that is not in the data: [1, P, W]."""
-    from moe_zero.recipes.crops import centre
-    from moe_zero.recipes.data import read_image
-
     image = read_image(path)
-    encoder: ImageEncoder = open_encoder(config.encoder, config.encoder_checkpoint)
-    return encoder.encode([centre(image.size).apply(image, encoder.image_size)])
+    encoder = open_encoder(config.encoder, config.encoder_checkpoint)
+    return encoder.encode([middle(image, encoder)])

@@ -82,9 +82,8 @@ class Reporter:
         for column in ("picture", "caption", *(("accepted words", "right") if judged else ())):
             table.add_column(column, overflow="fold")
         for own in figures["pictures"]:
-            usual = max(own["captions"], key=own["captions"].count)
             right = "" if own["named"] is None else f"{own['named']} of {len(own['captions'])}"
-            table.add_row(own["picture"], usual, *((", ".join(own["accepted"]), right) if judged else ()))
+            table.add_row(own["picture"], own["usual"], *((", ".join(own["accepted"]), right) if judged else ()))
         self.console.print(table)
         if judged:
             self.say(

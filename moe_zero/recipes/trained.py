@@ -12,10 +12,9 @@ from torch import nn
 from moe_zero.recipes.beams import RoutedLayer, trace_beams
 from moe_zero.recipes.captions import check_available
 from moe_zero.recipes.config import TrainConfig
-from moe_zero.recipes.crops import centre
 from moe_zero.recipes.data import read_image
 from moe_zero.recipes.encoders import ImageEncoder, open_encoder
-from moe_zero.recipes.prepare import Prepared, build_model, encode_picture, prepare
+from moe_zero.recipes.prepare import Prepared, build_model, encode_picture, middle, prepare
 from moe_zero.recipes.processes import Processes
 from moe_zero.recipes.retrieval import BATCH, Retrieval, embed_images, embed_texts, similarity
 from moe_zero.recipes.tokenizer import CaptionTokenizer
@@ -114,10 +113,7 @@ class CaptionWriter:
         """
         from moe_zero.qformer.captioning import write_captions
 
-        cut = []
-        for picture in pictures:
-            image = read_image(picture)
-            cut.append(centre(image.size).apply(image, self.encoder.image_size))
+        cut = [middle(read_image(picture), self.encoder) for picture in pictures]
         written = []
         for first in range(0, len(cut), BATCH):
             features = self.encoder.encode(cut[first : first + BATCH], self.processes.device).to(self.processes.device)
@@ -151,7 +147,7 @@ def trace_pictures(
     model = _model(config, folder, encoder.shape()[1], processes).qformer
     traced = []
     for image in images:
-        cut = centre(image.size).apply(image, encoder.image_size)
+        cut = middle(image, encoder)
         features = encoder.encode([cut], processes.device).to(processes.device)
         traced.append((cut, trace_beams(model, features)))
     return traced, model.config.num_experts - 1
