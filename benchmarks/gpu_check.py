@@ -27,6 +27,14 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "moe_layers": (1,),
+}
+"""A Q-Former for dry runs."""
 EXCELLENT = {  # tokens, experts, experts per token: fraction of the floor, forward and forward + backward
     (128, 3, 1): (0.40, 0.45),
     (128, 8, 1): (0.60, 0.60),
@@ -289,8 +297,7 @@ def time_qformer(check: Check, timer: Timer) -> None:
         if timer.cuda:
             model = suite.build(experts, torch.bfloat16)
         else:
-            tiny = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-            model = QFormerModel(QFormerConfig(**tiny, moe_layers=(1,), num_experts=2, num_beams=2))
+            model = QFormerModel(QFormerConfig(**TINY, num_experts=2, num_beams=2))
         inputs = suite.batch(model)
         runs = {
             "ours": model,
@@ -317,8 +324,7 @@ def time_zero3(check: Check, timer: Timer) -> None:
     from moe_zero.qformer import QFormerConfig, QFormerLayer, QFormerModel
     from moe_zero.zero import shard
 
-    tiny = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-    config = QFormerConfig() if timer.cuda else QFormerConfig(**tiny, moe_layers=(1,))
+    config = QFormerConfig() if timer.cuda else QFormerConfig(**TINY)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("nccl" if timer.cuda else "gloo", rank=0, world_size=1)

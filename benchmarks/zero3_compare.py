@@ -7,7 +7,7 @@
 Each method runs in processes of its own. Per rank: median seconds of a step (forward, backward, AdamW), peak resident
 memory, bytes sent over the loopback device (from the kernel's counters, so be alone on the machine), payload of gathers
 and reductions, and the losses, which must be the same. Beside the peak stands what `moe-zero plan` predicts, where it
-does. All methods run under the malloc setting that `moe-zero train` gives its processes. As root, `unshare -n` before
+does. All methods run under one setting of malloc, which docs/zero3.md explains. As root, `unshare -n` before
 the command (and `ip link set lo up` inside) gives it a loopback device that nobody else uses.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 MIB = 1 << 20
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2097152"}  # docs/zero3.md says why
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2097152"}
 PLANNED = {"ddp": ("fp32", "DDP", True), "zero3": ("fp32", "ZeRO-3", True), "zero3_keep": ("fp32", "ZeRO-3", False),
            "zero3_bf16": ("bf16", "ZeRO-3", True)}  # fmt: skip
 """Precision, strategy and resharding of the methods that can be planned."""
@@ -91,10 +90,6 @@ def planned(method: str, ranks: int, small: bool):
     return next(each for each in estimates if each.strategy == strategy)
 
 
-def resident_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def loopback_bytes() -> int:
     with open("/proc/self/net/dev") as file:  # of this process's network namespace
         loopback = next(line for line in file if line.strip().startswith("lo:"))
@@ -102,6 +97,7 @@ def loopback_bytes() -> int:
 
 
 def measure(method: str, warm_up: int, steps: int, small: bool) -> dict:
+    from moe_zero.benchmarks.device import peak_mib
     from moe_zero.qformer import QFormerModel
 
     dist.init_process_group("gloo")
@@ -140,7 +136,7 @@ def measure(method: str, warm_up: int, steps: int, small: bool) -> dict:
     result = {
         "method": METHODS[method],
         "seconds": statistics.median(seconds),
-        "peak_mib": resident_mib(),
+        "peak_mib": peak_mib(),
         "sent_mib": statistics.median(sent) / MIB,
         "losses": losses,
     }
