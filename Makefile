@@ -15,7 +15,7 @@ help:  ## Say what there is to make
 demo: .venv/.train  ## Train a Q-Former on photographs with 2 processes, draw the plots, ask it a question and for a caption
 	$(BIN)/moe-zero train --nproc 2 --out runs/demo --resume
 	$(BIN)/moe-zero query --run runs/demo --text "a cup of coffee on a table"
-	$(BIN)/moe-zero caption --run runs/demo .venv/lib/python*/site-packages/skimage/data/coffee.png
+	$(BIN)/moe-zero caption --run runs/demo "$$($(BIN)/python -c 'import skimage.data as d; print(*d.__path__)')/coffee.png"
 
 test: .venv/.dev  ## Run all tests
 	$(BIN)/python -m pytest
