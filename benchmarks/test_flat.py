@@ -9,7 +9,7 @@ split, reshape, copy.
 import pytest
 import torch
 
-from moe_zero.ops.flat import FlatPlan, pack, unpack
+from moe_zero.ops.flat import FlatPlan, TensorList, pack, unpack
 
 HIDDEN, FFN, IMAGE = 768, 3072, 1408
 
@@ -56,17 +56,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rival", ["ours", "cat", "foreach_copy", "copy_loop", "one_copy"])
+@pytest.mark.parametrize("rival", ["ours", "ours, a plain list", "cat", "foreach_copy", "copy_loop", "one_copy"])
 def test_pack(benchmark, case, rival):
     shapes, dtype, rounds = CASES[case]
     tensors, plan = tensors_of(shapes), plan_of(shapes, dtype, 1)
-    flat = pack(tensors, plan)
+    flat, held = pack(tensors, plan), TensorList(tensors)
     views = views_of(flat, tensors)
     flattened = [t.view(-1) for t in tensors]
     source = torch.randn(flat.numel())
     exact = flat[: sum(plan.sizes)]
     functions = {
-        "ours": lambda: pack(tensors, plan, flat),
+        "ours": lambda: pack(held, plan, flat),
+        "ours, a plain list": lambda: pack(tensors, plan, flat),
         "cat": lambda: torch.cat(flattened, out=exact) if dtype == torch.float32 else exact.copy_(torch.cat(flattened)),
         "foreach_copy": lambda: torch._foreach_copy_(views, tensors),
         "copy_loop": lambda: copy_loop(views, tensors),
@@ -76,15 +77,16 @@ def test_pack(benchmark, case, rival):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rival", ["ours", "foreach_copy", "copy_loop", "one_copy"])
+@pytest.mark.parametrize("rival", ["ours", "ours, a plain list", "foreach_copy", "copy_loop", "one_copy"])
 def test_unpack(benchmark, case, rival):
     shapes, dtype, rounds = CASES[case]
     tensors, plan = tensors_of(shapes), plan_of(shapes, dtype, 1)
-    flat = pack(tensors, plan)
+    flat, held = pack(tensors, plan), TensorList(tensors)
     views = views_of(flat, tensors)
     target = torch.randn(flat.numel())
     functions = {
-        "ours": lambda: unpack(flat, plan, tensors),
+        "ours": lambda: unpack(flat, plan, held),
+        "ours, a plain list": lambda: unpack(flat, plan, tensors),
         "foreach_copy": lambda: torch._foreach_copy_(tensors, views),
         "copy_loop": lambda: copy_loop(tensors, views),
         "one_copy": lambda: target.copy_(flat),

@@ -8,8 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "flat_cpu.h"
-#include "py_view.h"
-#include "torch_view.h"
+#include "held_tensors.h"
 
 namespace moe_zero {
 namespace {
@@ -76,13 +75,13 @@ void sum_rows(Tensor out, Tensor rows, double scale, bool accumulate, std::optio
 }
 
 PyObject* py_pack(PyObject*, PyObject* args) {
-  PyObject *flat, *tensors, *table, *device_table, *stats, *workspace;
+  PyObject *flat, *tensors, *held, *table, *device_table, *stats, *workspace;
   double scale;
-  if (!PyArg_ParseTuple(args, "OOOOdOO", &flat, &tensors, &table, &device_table, &scale, &stats, &workspace)) {
+  if (!PyArg_ParseTuple(args, "OOOOOdOO", &flat, &tensors, &held, &table, &device_table, &scale, &stats, &workspace)) {
     return nullptr;
   }
   py::Call call;
-  if (!call.read_flat(flat, py::kCpu) || !call.read_views(tensors) || !call.read_table(table) ||
+  if (!call.read_flat(flat, py::kCpu) || !read_views(&call, tensors, held) || !call.read_table(table) ||
       !call.read_stats(stats)) {
     Py_RETURN_FALSE;
   }
@@ -97,11 +96,11 @@ PyObject* py_pack(PyObject*, PyObject* args) {
 }
 
 PyObject* py_unpack(PyObject*, PyObject* args) {
-  PyObject *flat, *tensors, *table, *device_table;
+  PyObject *flat, *tensors, *held, *table, *device_table;
   int accumulate;
-  if (!PyArg_ParseTuple(args, "OOOOp", &flat, &tensors, &table, &device_table, &accumulate)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOOOOp", &flat, &tensors, &held, &table, &device_table, &accumulate)) return nullptr;
   py::Call call;
-  if (!call.read_flat(flat, py::kCpu) || !call.read_views(tensors) || !call.read_table(table)) Py_RETURN_FALSE;
+  if (!call.read_flat(flat, py::kCpu) || !read_views(&call, tensors, held) || !call.read_table(table)) Py_RETURN_FALSE;
   PyThreadState* state = PyEval_SaveThread();
   const std::string problem =
       checked_unpack(call.table, call.views, call.flat_data(), call.flat_bytes, accumulate != 0);
@@ -123,9 +122,10 @@ PyObject* py_kernels(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"init", py::init, METH_VARARGS, "init(Tensor, Parameter) -> bool: whether eager calls can skip the dispatcher."},
     {"pack", py_pack, METH_VARARGS,
-     "pack(flat, tensors, table, device_table, scale, stats, workspace) -> bool: False if the dispatcher has to take the call."},
+     "pack(flat, tensors, held, table, device_table, scale, stats, workspace) -> bool: False if the dispatcher has to take the call."},
     {"unpack", py_unpack, METH_VARARGS,
-     "unpack(flat, tensors, table, device_table, accumulate) -> bool: False if the dispatcher has to take the call."},
+     "unpack(flat, tensors, held, table, device_table, accumulate) -> bool: False if the dispatcher has to take the call."},
+    {"own", own, METH_VARARGS, "own(address) -> capsule: frees what moe_zero::hold returned when it goes."},
     {"kernels", py_kernels, METH_VARARGS, "kernels(select=None) -> str: the instruction set in use, after selecting one."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -134,6 +134,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "moe_zero._ops_cpu", "CPU backend o
                       methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_zero, CompositeExplicitAutograd, m) { m.impl("hold", TORCH_BOX(&hold)); }
 
 STABLE_TORCH_LIBRARY_IMPL(moe_zero, CPU, m) {
   m.impl("pack_", TORCH_BOX(&pack));

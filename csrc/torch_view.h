@@ -25,10 +25,12 @@ inline void require(const std::string& problem) {
 inline bool view_dtype(const Tensor& tensor, DType* out) {
   int32_t code = -1;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
-  if (code == aoti_torch_dtype_float32()) return *out = DType::kFloat32, true;
-  if (code == aoti_torch_dtype_bfloat16()) return *out = DType::kBFloat16, true;
-  if (code == aoti_torch_dtype_float16()) return *out = DType::kFloat16, true;
-  if (code == aoti_torch_dtype_float64()) return *out = DType::kFloat64, true;
+  static const int32_t float32 = aoti_torch_dtype_float32(), bfloat16 = aoti_torch_dtype_bfloat16(),
+                       float16 = aoti_torch_dtype_float16(), float64 = aoti_torch_dtype_float64();
+  if (code == float32) return *out = DType::kFloat32, true;
+  if (code == bfloat16) return *out = DType::kBFloat16, true;
+  if (code == float16) return *out = DType::kFloat16, true;
+  if (code == float64) return *out = DType::kFloat64, true;
   return false;
 }
 

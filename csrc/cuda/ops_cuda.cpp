@@ -8,8 +8,7 @@
 
 #include "flat_cuda.h"
 #include "flat_tiles.h"
-#include "py_view.h"
-#include "torch_view.h"
+#include "held_tensors.h"
 
 namespace moe_zero {
 namespace {
@@ -127,15 +126,15 @@ bool read_workspace(const py::Call& call, PyObject* object, const CudaPlan& plan
 }
 
 PyObject* py_pack(PyObject*, PyObject* args) {
-  PyObject *flat, *tensors, *table, *device_table, *stats_object, *workspace;
+  PyObject *flat, *tensors, *held, *table, *device_table, *stats_object, *workspace;
   double scale;
-  if (!PyArg_ParseTuple(args, "OOOOdOO", &flat, &tensors, &table, &device_table, &scale, &stats_object, &workspace)) {
+  if (!PyArg_ParseTuple(args, "OOOOOdOO", &flat, &tensors, &held, &table, &device_table, &scale, &stats_object, &workspace)) {
     return nullptr;
   }
   py::Call call;
   CudaPlan plan;
   CudaStats stats;
-  if (!call.read_flat(flat, py::kCuda) || !call.read_views(tensors) || !call.read_table(table) ||
+  if (!call.read_flat(flat, py::kCuda) || !read_views(&call, tensors, held) || !call.read_table(table) ||
       !call.read_stats(stats_object) || !read_plan(call, device_table, &plan) ||
       !read_workspace(call, workspace, plan, &stats)) {
     Py_RETURN_FALSE;
@@ -147,12 +146,12 @@ PyObject* py_pack(PyObject*, PyObject* args) {
 }
 
 PyObject* py_unpack(PyObject*, PyObject* args) {
-  PyObject *flat, *tensors, *table, *device_table;
+  PyObject *flat, *tensors, *held, *table, *device_table;
   int accumulate;
-  if (!PyArg_ParseTuple(args, "OOOOp", &flat, &tensors, &table, &device_table, &accumulate)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOOOOp", &flat, &tensors, &held, &table, &device_table, &accumulate)) return nullptr;
   py::Call call;
   CudaPlan plan;
-  if (!call.read_flat(flat, py::kCuda) || !call.read_views(tensors) || !call.read_table(table) ||
+  if (!call.read_flat(flat, py::kCuda) || !read_views(&call, tensors, held) || !call.read_table(table) ||
       !read_plan(call, device_table, &plan)) {
     Py_RETURN_FALSE;
   }
@@ -165,10 +164,10 @@ PyObject* py_unpack(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"init", py::init, METH_VARARGS, "init(Tensor, Parameter) -> bool: whether eager calls can skip the dispatcher."},
     {"pack", py_pack, METH_VARARGS,
-     "pack(flat, tensors, table, device_table, scale, stats, workspace) -> bool: False if the dispatcher has to take "
+     "pack(flat, tensors, held, table, device_table, scale, stats, workspace) -> bool: False if the dispatcher has to take "
      "the call."},
     {"unpack", py_unpack, METH_VARARGS,
-     "unpack(flat, tensors, table, device_table, accumulate) -> bool: False if the dispatcher has to take the call."},
+     "unpack(flat, tensors, held, table, device_table, accumulate) -> bool: False if the dispatcher has to take the call."},
     {nullptr, nullptr, 0, nullptr},
 };
 

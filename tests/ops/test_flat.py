@@ -13,6 +13,7 @@ from moe_zero import _extensions
 from moe_zero.ops import flat as flat_ops
 from moe_zero.ops.flat import (
     FlatPlan,
+    TensorList,
     pack,
     pack_reference,
     sum_rows,
@@ -176,7 +177,7 @@ def cases(draw):
     return tensors, plan
 
 
-@pytest.mark.parametrize("through", ["eager", "dispatcher"])
+@pytest.mark.parametrize("through", ["eager", "dispatcher", "tensor list"])
 @given(cases(), st.sampled_from([1.0, 0.25, 1 / 3]), st.sampled_from([torch.float32, torch.float64]), st.data())
 @settings(max_examples=60, deadline=None)
 def test_pack_equals_reference(through, case, scale, stats_dtype, data):
@@ -188,12 +189,13 @@ def test_pack_equals_reference(through, case, scale, stats_dtype, data):
     with pytest.MonkeyPatch.context() as patch:
         if through == "dispatcher":
             patch.setattr(flat_ops, "_eager", lambda: False)
+        tensors = TensorList(tensors) if through == "tensor list" else tensors
         assert pack(tensors, plan, out, scale=scale, stats=stats) is out
     assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
     torch.testing.assert_close(stats, expected_stats, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("through", ["eager", "dispatcher"])
+@pytest.mark.parametrize("through", ["eager", "dispatcher", "tensor list"])
 @given(cases(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_unpack_equals_reference(through, case, accumulate):
@@ -205,6 +207,7 @@ def test_unpack_equals_reference(through, case, accumulate):
     with pytest.MonkeyPatch.context() as patch:
         if through == "dispatcher":
             patch.setattr(flat_ops, "_eager", lambda: False)
+        tensors = TensorList(tensors) if through == "tensor list" else tensors
         unpack(flat, plan, tensors, accumulate=accumulate)
     assert all(same(t, e) for t, e in zip(tensors, expected, strict=True))
     assert [t._version - v for t, v in zip(tensors, versions, strict=True)] == [1] * len(tensors)
@@ -368,6 +371,45 @@ def test_flat_buffer_that_does_not_fit_is_refused(pair, out, message, pack_funct
         pack_function(tensors, plan, out)
 
 
+def test_a_tensor_list_sees_its_tensors_as_they_are_at_each_call(pair):
+    tensors, plan = pair
+    held = TensorList(tensors)
+    assert held._held is not None
+    assert copy.deepcopy(held)[1].equal(tensors[1])
+    assert pickle.loads(pickle.dumps(held))[1].equal(tensors[1])
+    tensors[0].data = torch.arange(6, dtype=torch.float64)  # another memory and dtype
+    assert pack(held, plan)[:6].tolist() == list(range(6))
+    storage = tensors[1].untyped_storage()
+    storage.resize_(0)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has no memory"):
+        pack(held, plan)
+    storage.resize_(40)
+    unpack(torch.arange(32.0), plan, held)
+    assert tensors[1].flatten().tolist() == list(range(6, 16))
+    tensors[1].resize_(9)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has 9 elements, but the plan was made for 10"):
+        pack(held, plan)
+    tensors[1].data = torch.arange(20.0)[::2]  # strided: read as an ordinary list is
+    assert pack(held, plan)[6:16].tolist() == list(range(0, 20, 2))
+    tensors[1].data = torch.empty(10, device="meta")
+    with pytest.raises(ValueError, match=r"tensors\[1\] is on meta, but out is on cpu"):
+        pack(held, plan, torch.zeros(32))
+
+
+def test_tensor_lists_of_what_only_the_dispatcher_takes(pair):
+    tensors, plan = pair
+    assert torch.equal(pack(TensorList([None, None]), plan), torch.zeros(32))
+    assert pack(TensorList([]), FlatPlan([], [], [], 2)).numel() == 0
+    negated = torch.zeros(10, dtype=torch.cfloat).add(1j).conj().imag
+    assert pack(TensorList([tensors[0], negated]), plan)[6:16].tolist() == [-1.0] * 10
+    with FakeTensorMode() as mode:
+        pack(TensorList([mode.from_tensor(t) for t in tensors]), plan)
+    with pytest.raises(TypeError, match=r"tensors\[1\] is a int; it must be a tensor or None"):
+        TensorList([tensors[0], 3])
+    with pytest.raises(TypeError, match="tensors is a single tensor; it must be a sequence of them"):
+        TensorList(tensors[0])
+
+
 @pytest.mark.parametrize("through", ["eager", "dispatcher"])
 def test_shared_memory_is_refused(pair, through, monkeypatch):
     if through == "dispatcher":
@@ -497,7 +539,7 @@ def test_parameters_that_need_gradients_can_be_packed_and_written():
 def test_plain_tensors_skip_the_dispatcher_and_others_do_not(pair):
     tensors, plan = pair
     out = torch.zeros(32)
-    arguments = (plan.table, None, 1.0, None, None)
+    arguments = (None, plan.table, None, 1.0, None, None)
     assert _extensions.ops_cpu.pack(out, tensors, *arguments)
     assert _extensions.ops_cpu.pack(out, [torch.nn.Parameter(t) for t in tensors], *arguments)
     assert not _extensions.ops_cpu.pack(out, [tensors[0], tensors[1].int()], *arguments)
