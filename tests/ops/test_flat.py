@@ -391,9 +391,8 @@ def test_a_tensor_list_sees_its_tensors_as_they_are_at_each_call(pair):
         pack(held, plan)
     tensors[1].data = torch.arange(20.0)[::2]  # strided: read as an ordinary list is
     assert pack(held, plan)[6:16].tolist() == list(range(0, 20, 2))
-    tensors[1].data = torch.empty(10, device="meta")
     with pytest.raises(ValueError, match=r"tensors\[1\] is on meta, but out is on cpu"):
-        pack(held, plan, torch.zeros(32))
+        pack(TensorList([tensors[0], torch.empty(10, device="meta")]), plan, torch.zeros(32))
 
 
 def test_tensor_lists_of_what_only_the_dispatcher_takes(pair):
