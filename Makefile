@@ -27,8 +27,9 @@ lint: .venv/.dev  ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-sanitize: .venv/.dev  ## Run the tests of the C++ code under AddressSanitizer and UBSan
+sanitize: .venv/.dev  ## Run tests of the C++ code under AddressSanitizer and UBSan, of the Triton kernels with every address checked
 	PYTHON=$(CURDIR)/$(BIN)/python bash tests/csrc/sanitize.sh
+	PYTHON=$(CURDIR)/$(BIN)/python bash tests/triton_kernels/sanitize.sh
 
 clean:  ## Remove the virtual environment and everything built
 	rm -rf .venv build dist *.egg-info moe_zero/*.so moe_zero/_build_info.json
