@@ -1,11 +1,14 @@
 """The device that the suites measure on."""
 
+import ctypes
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+STATUS = Path("/proc/self/status")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 waits = True
 """False where CUDA events time the work: a host that waits would add its own idle time, and cannot be captured."""
@@ -22,7 +25,19 @@ def peak_mib() -> float:
 
     On Linux not from ``getrusage``, whose figure a new process inherits from the one that started it.
     """
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 1024
+    if STATUS.exists():
+        return _resident("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def peak_above(work: Callable[[], object]) -> float:
+    """The most memory that ``work`` has resident at a time beyond what is resident before it, in MiB (Linux)."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _resident("VmRSS")
+    work()
+    return _resident("VmHWM") - before
+
+
+def _resident(what: str) -> float:
+    return int(re.search(rf"{what}:\s+(\d+) kB", STATUS.read_text())[1]) / 1024

@@ -109,18 +109,25 @@ def evaluate(
     run: RUN = Path(TrainConfig.out),
     data: Annotated[str | None, typer.Option(help="Other data than the run's: a .jsonl or .csv table.")] = None,
     rerank: Annotated[int | None, typer.Option(help="Order the best N again by the matching head.")] = None,
+    captions: Annotated[bool | None, typer.Option(help="Write captions too; by default if it was trained to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Evaluate retrieval with a finished run: its own evaluation crops and captions, or other data."""
+    """Evaluate retrieval and captions with a finished run: on its own evaluation crops, or on other data."""
     from moe_zero.recipes.trained import TrainedRun
 
     changes = {name: value for name, value in (("data", data), ("rerank", rerank)) if value is not None}
     with joined() as processes:
-        figures = TrainedRun.open(run, processes, **changes).retrieve().figures()
+        trained = TrainedRun.open(run, processes, **changes)
+        wanted = trained.writes_captions if captions is None else captions
+        written = trained.caption().figures() if wanted else None
+        figures = trained.retrieve().figures()
     if as_json:
-        print(json.dumps(figures, indent=2))
-    else:
-        Reporter(processes.is_first).retrieval(figures)
+        print(json.dumps(figures | ({"captions": written} if wanted else {}), indent=2))
+        return
+    reporter = Reporter(processes.is_first)
+    reporter.retrieval(figures)
+    if wanted:
+        reporter.captions(written)
 
 
 @app.command("query")

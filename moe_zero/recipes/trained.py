@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from moe_zero.recipes.beams import RoutedLayer, trace_beams
-from moe_zero.recipes.captions import check_available
+from moe_zero.recipes.captions import CaptionEvaluation, check_available
 from moe_zero.recipes.config import TrainConfig
 from moe_zero.recipes.data import read_image
 from moe_zero.recipes.encoders import ImageEncoder, open_encoder
@@ -18,7 +18,7 @@ from moe_zero.recipes.prepare import Prepared, build_model, encode_picture, midd
 from moe_zero.recipes.processes import Processes
 from moe_zero.recipes.retrieval import BATCH, Retrieval, embed_images, embed_texts, similarity
 from moe_zero.recipes.tokenizer import CaptionTokenizer
-from moe_zero.recipes.train import CONFIG, MODEL, autocast, evaluate
+from moe_zero.recipes.train import CONFIG, MODEL, autocast, evaluate, evaluate_captions
 
 
 @dataclass
@@ -47,6 +47,21 @@ class TrainedRun:
     def retrieve(self) -> Retrieval:
         """Retrieval among the evaluation crops and captions."""
         return evaluate(self.model, self.prepared, self.processes, self.config)
+
+    @property
+    def writes_captions(self) -> bool:
+        """Whether the run was trained with the objective lm."""
+        return "lm" in self.config.objectives
+
+    def caption(self) -> CaptionEvaluation:
+        """A caption of every evaluation crop.
+
+        Raises:
+            ValueError: the run was trained without the objective lm.
+            ImportError: transformers, which chooses the words, is not installed.
+        """
+        _check_captions(self.config)
+        return evaluate_captions(self.model, self.prepared, self.processes, self.config)
 
     def rank_pictures(self, text: str) -> list[tuple[str, float]]:
         """Every picture for evaluation with its similarity to a sentence, the mean over its crops; best first."""
@@ -92,12 +107,7 @@ class CaptionWriter:
             ImportError: transformers, which chooses the words, is not installed.
         """
         config = _finished(Path(folder))
-        if "lm" not in config.objectives:
-            raise ValueError(
-                f"the run in {folder} was trained for {','.join(config.objectives)}; "
-                "captions need lm among --objectives"
-            )
-        check_available()
+        _check_captions(config)
         encoder = open_encoder(config.encoder, config.encoder_checkpoint)
         model = _model(config, folder, encoder.shape()[1], processes)
         return cls(config, model, encoder, CaptionTokenizer(config.max_text_tokens), processes)
@@ -163,6 +173,12 @@ def _finished(folder: Path) -> TrainConfig:
             f"moe-zero train --out {folder} --resume brings it there"
         )
     return TrainConfig.load(folder / CONFIG)
+
+
+def _check_captions(config: TrainConfig) -> None:
+    if "lm" not in config.objectives:
+        raise ValueError(f"the run was trained for {','.join(config.objectives)}; captions need lm among --objectives")
+    check_available()
 
 
 def _model(config: TrainConfig, folder: str | Path, encoder_width: int, processes: Processes) -> nn.Module:

@@ -27,6 +27,12 @@ from moe_zero.ops.flat import sum_rows
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+CHUNK_BYTES = 8 << 20
+"""Of the rows that are packed, exchanged and summed at a time, on a CPU. A collective call for each costs little, and
+memory that is written again is not fetched from the system again."""
+
+_ALIGNED = 16  # elements, as the rows of a FlatPlan
+
 REDUCE_ALGORITHMS = ("auto", "all_to_all", "reduce_scatter")
 
 
@@ -309,50 +315,80 @@ class Communicator:
 
     def reduce(
         self,
-        rows: Tensor,
+        fill: Callable[[Tensor, int, int], None],
+        numel: int,
+        rows_dtype: torch.dtype,
         dtype: torch.dtype,
         layer: int,
         *,
         stats: Tensor | None = None,
         host: Tensor | None = None,
     ) -> Pending:
-        """The sum over ranks of their ``rows`` [world_size * n], part ``rank`` of it, averaged over replicas: the
-        result, [n] of ``dtype``. ``rows`` travels in its own dtype; its memory is given back as soon as it was sent.
+        """The sum over ranks of their rows [world_size, numel] of ``rows_dtype``, row ``rank`` of it, averaged over
+        replicas: the result, [numel] of ``dtype``.
 
         Args:
-            stats: receives the sum of squares of the result, where :meth:`squares_of_sums`; see
-                :func:`moe_zero.ops.flat.sum_rows`.
-            host: [n], pinned: the result is copied there, complete after :meth:`synchronize`, and ``host`` returned.
+            fill: ``fill(rows, start, stop)`` writes the elements from ``start`` to ``stop`` of every row into ``rows``
+                [world_size * (stop - start)]. The parts come in order, each once; where the rows are summed locally on
+                a CPU, they are so small that two buffers of ``CHUNK_BYTES`` are all that a reduction needs besides
+                what it reads and its result. On a CPU it is called on the lane's thread.
+            stats: [2], fp64, whose first element receives the sum of squares of the result, where
+                :meth:`squares_of_sums`.
+            host: [numel], pinned: the result is copied there, complete after :meth:`synchronize`, and ``host``
+                returned.
         """
         lane, group, check = self._lane("reduce_scatter")
         name = self._layers[layer]
         kind = "copy_to_host" if self.alone else "reduce_scatter"
-        self.statistics.count(kind, name, rows.nbytes)
+        self.statistics.count(kind, name, self.world_size * numel * rows_dtype.itemsize)
+        size = max(numel, 1)
+        if self._sum_locally and self.world_size > 1 and not self._on_streams:
+            size = min(size, max(CHUNK_BYTES // (self.world_size * rows_dtype.itemsize * _ALIGNED), 1) * _ALIGNED)
+        filled = None
+        if self._on_streams:  # by the computing stream, so that what it reads may be given up at once
+            filled = torch.empty(self.world_size * numel, dtype=rows_dtype, device=self.device)
+            fill(filled, 0, numel)
 
         def collective() -> Tensor:
             self._check(check, "reduce_scatter", layer)
-            if self.world_size > 1 and self._sum_locally:
-                parts = torch.empty_like(rows)
-                dist.all_to_all_single(parts, rows, group=group)
-            elif self.world_size > 1:
-                parts = rows.new_empty(rows.numel() // self.world_size)
-                _reduce_scatter(parts, rows, group=group)
-            else:
-                parts = rows
-            if parts is not rows and not self._on_streams:
-                rows.untyped_storage().resize_(0)
-            parts = parts.view(-1, rows.numel() // self.world_size)
-            if parts.shape[0] == 1 and parts.dtype == dtype:
-                out = parts[0]
-            else:
-                out = torch.empty(parts.shape[1], dtype=dtype, device=self.device)
-                sum_rows(parts, out, stats=stats)
+            out = None
+            if stats is not None:
+                stats.zero_()
+            rows = torch.empty(self.world_size * size, dtype=rows_dtype) if filled is None else filled
+            parts_received = self.world_size if self._sum_locally else 1
+            received = rows.new_empty(0 if self.world_size == 1 else parts_received * size)
+            for start in range(0, max(numel, 1), size):
+                stop = min(start + size, numel)
+                sent = rows[: self.world_size * (stop - start)]
+                if filled is None:
+                    fill(sent, start, stop)
+                parts = self._exchange(sent, received, group)
+                if len(parts) == 1 and parts.dtype == dtype:
+                    out = parts[0]
+                    continue
+                if out is None:
+                    out = torch.empty(numel, dtype=dtype, device=self.device)
+                of_part = None if stats is None else torch.empty_like(stats)
+                sum_rows(parts, out[start:stop], stats=of_part)
+                if stats is not None:
+                    stats.add_(of_part)
             if self.replicas > 1:
                 out.div_(self.replicas)
                 dist.all_reduce(out, group=self._lanes["replicate"][1])
             return out if host is None else host.copy_(out, non_blocking=True)
 
-        return Pending(lane.submit(collective), kind, name, self.statistics, self.rank, (rows,))
+        return Pending(lane.submit(collective), kind, name, self.statistics, self.rank, (filled,))
+
+    def _exchange(self, rows: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """What sums up to this rank's part of the sum of all ranks' ``rows`` [world_size * n]: [number of parts, n].
+        May use the memory of ``received``."""
+        if self.world_size == 1:
+            return rows.view(1, -1)
+        if self._sum_locally:
+            dist.all_to_all_single(received[: len(rows)], rows, group=group)
+            return received[: len(rows)].view(self.world_size, -1)
+        _reduce_scatter(received, rows, group=group)
+        return received.view(1, -1)
 
     def synchronize(self) -> None:
         """The host waits until what the computation waits for is done: gradients are in host memory."""

@@ -106,6 +106,42 @@ class Layout:
         return Layout(slots, in_use, dtype, plan, plan.cast(dtype), plan.cast(reduce_dtype, trainable_only=True))
 
 
+@dataclass
+class PartOfRows:
+    """Elements ``start`` to ``stop`` of every row of a flat buffer, as a flat buffer of their own, made of ``pieces``:
+    (tensor, or ``None`` for padding; first and end of its elements). ``begun`` and ``finished``: the tensors that have
+    their first and last pieces in it, if parts come in order."""
+
+    plan: FlatPlan
+    pieces: list[tuple[int | None, int, int]]
+    begun: list[int]
+    finished: list[int]
+
+    @staticmethod
+    def of(plan: FlatPlan, start: int, stop: int) -> PartOfRows:
+        """``plan`` has one dtype; ``start`` and ``stop - start`` are multiples of 16."""
+        size = plan.single_dtype.itemsize
+        pieces: list[tuple[int | None, int, int]] = []
+        filled = 0
+        first, last = {}, {}
+        for piece in plan.pieces:
+            in_row = piece.byte_offset // size
+            first[piece.tensor] = min(in_row, first.get(piece.tensor, in_row))
+            last[piece.tensor] = max(in_row + piece.count, last.get(piece.tensor, 0))
+            begin, end = max(in_row, start), min(in_row + piece.count, stop)
+            if begin < end:
+                at = piece.rank * (stop - start) + begin - start
+                pieces += [(None, 0, at - filled)] if at > filled else []
+                pieces.append((piece.tensor, piece.tensor_start + begin - in_row, piece.tensor_start + end - in_row))
+                filled = at + end - begin
+        whole = plan.world_size * (stop - start)
+        pieces += [(None, 0, whole - filled)] if whole > filled else []
+        sizes = [end - begin for _, begin, end in pieces]
+        own = FlatPlan(sizes, [plan.single_dtype] * len(sizes), [True] * len(sizes), plan.world_size)
+        begun = [i for i, at in first.items() if start <= at < stop]
+        return PartOfRows(own, pieces, begun, [i for i, at in last.items() if start < at <= stop])
+
+
 class FlatLayer:
     """The parameters of one layer, sharded.
 
@@ -169,6 +205,7 @@ class FlatLayer:
         self._with_gradient: set[int] = set()
         self.holds_gradients = False
         self._arriving: list[Tensor] = []  # gradients on their way to host memory
+        self._parts: dict[tuple[int, int], PartOfRows] = {}  # of the gradients' rows, as they are reduced
         self._stats: list[Tensor | None] = []  # of the reductions under way; see `pack`
         self._squares: tuple[Tensor, list[tuple[weakref.ref, int]]] | None = None
         self.schedule: Schedule | None = None
@@ -479,23 +516,41 @@ class FlatLayer:
         contribute zeros."""
         gradients = [slot.parameter.grad for slot in self._trainable]
         gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
-        rows = torch.empty(
-            self.gradient_plan.flat_bytes // self.gradient_plan.single_dtype.itemsize,
-            dtype=self.gradient_plan.single_dtype,
-            device=self.comm.device,
-        )
-        stats = torch.empty(2, dtype=torch.float64, device=self.comm.device)
-        if self.comm.alone:
-            pack(gradients, self.gradient_plan, rows, stats=stats)
-        else:
-            pack(gradients, self.gradient_plan, rows, scale=1.0 / self.comm.world_size)
         self.discard_gradients()
-        known = self.comm.alone or self.comm.squares_of_sums(rows.dtype, self.dtype)
-        self._stats.append(stats if known else None)
-        if self.comm.alone and not self.offload:
+        dtype, numel, comm = self.gradient_plan.single_dtype, self.plan.shard_numel(True), self.comm
+        stats = torch.empty(2, dtype=torch.float64, device=comm.device)
+        self._stats.append(stats if comm.alone or comm.squares_of_sums(dtype, self.dtype) else None)
+        fill = self._packing(gradients, stats if comm.alone else None)
+        if comm.alone and not self.offload:
+            rows = torch.empty(numel, dtype=dtype, device=comm.device)
+            fill(rows, 0, numel)
             return rows
-        host = self._home(rows.numel() // self.comm.world_size, self.dtype) if self.offload else None
-        return self.comm.reduce(rows, self.dtype, self._index, stats=None if self.comm.alone else stats, host=host)
+        host = self._home(numel, self.dtype) if self.offload else None
+        stats = None if comm.alone else stats
+        return comm.reduce(fill, numel, dtype, self.dtype, self._index, stats=stats, host=host)
+
+    def _packing(self, gradients: list[Tensor | None], stats: Tensor | None) -> Callable[[Tensor, int, int], None]:
+        """What :meth:`Communicator.reduce` asks for: packs the same part of every row, in order from the first to the
+        last, and gives up each of the ``gradients`` with its last part."""
+        scale = 1.0 / self.comm.world_size
+        numel = self.plan.shard_numel(True)
+
+        def fill(rows: Tensor, start: int, stop: int) -> None:
+            if stop - start == numel:
+                pack(gradients, self.gradient_plan, rows, scale=scale, stats=stats)
+                gradients.clear()
+                return
+            part = self._parts.get((start, stop))
+            if part is None:
+                part = self._parts[start, stop] = PartOfRows.of(self.gradient_plan, start, stop)
+            for i in part.begun:
+                gradients[i] = gradients[i] if gradients[i] is None else gradients[i].reshape(-1)
+            pack([None if i is None or gradients[i] is None else gradients[i][a:b] for i, a, b in part.pieces],
+                 part.plan, rows, scale=scale)  # fmt: skip
+            for i in part.finished:
+                gradients[i] = None
+
+        return fill
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Takes this rank's part of the mean gradient. It is in the leaves' ``.grad`` after :meth:`settle_gradients`;

@@ -15,6 +15,7 @@ graphs differ still issue the same collectives in the same order.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -33,6 +34,11 @@ MAX_LIVE_USES = 4096
 
 MAX_REDUCTIONS_UNDER_WAY = 1
 """Besides the one that is being prepared. Each holds a layer's full gradients, so memory bounds them."""
+
+try:
+    _malloc_trim = ctypes.CDLL(None).malloc_trim
+except (OSError, TypeError, AttributeError):  # not glibc
+    _malloc_trim = None
 
 
 @dataclass(eq=False)
@@ -353,7 +359,8 @@ class Schedule:
 
     def gradient_arrived(self, layer: FlatLayer) -> None:
         backward = self._begin_backward()
-        if layer.all_gradients_arrived:
+        # Nothing overlaps with the last reduction, so it waits for the end of backward, which frees all parameters.
+        if layer.all_gradients_arrived and backward.turn[-1:] != [layer]:
             self._complete(backward, layer)
 
     def _complete(self, backward: _Backward, layer: FlatLayer) -> None:
@@ -368,6 +375,10 @@ class Schedule:
             backward.complete.discard(layer)
             while len(backward.reductions) > MAX_REDUCTIONS_UNDER_WAY:
                 self._finish_reduction(backward)
+            if self.comm.device.type == "cpu" and _malloc_trim is not None:
+                # The activations that backward is through with left holes in the heaps, while shards of gradients need
+                # more and more memory.
+                _malloc_trim(0)
             backward.reductions.append((layer, layer.start_reduction()))
 
     def _finish_reduction(self, backward: _Backward) -> None:

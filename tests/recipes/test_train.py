@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,9 +202,21 @@ def test_bad_rows_stop_a_run_or_are_counted(tiny, table, tmp_path, capsys):
 def test_evaluation_of_a_finished_run_repeats_its_figures(finished, capsys):
     assert cli.main(["eval", "--run", str(finished), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again == json.loads((finished / "summary.json").read_text())["retrieval"]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert again == summary["retrieval"] | {"captions": summary["captions"]}
     assert cli.main(["eval", "--run", str(finished), "--rerank", "3"]) == 0
-    assert "image to text" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "image to text" in text and "Captions of unseen crops" in text
+    assert cli.main(["eval", "--run", str(finished), "--no-captions"]) == 0
+    assert "Captions of unseen crops" not in capsys.readouterr().out
+
+
+def test_captions_of_a_run_that_was_not_trained_to_write_them_are_refused(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    TrainConfig.load(run / "config.yaml").with_(objectives=("itc",)).save(run / "config.yaml")
+    assert cli.main(["eval", "--run", str(run), "--captions"]) == 1
+    assert "the run was trained for itc; captions need lm among --objectives" in capsys.readouterr().err
 
 
 def test_query_ranks_pictures_and_captions(finished, table, capsys):
