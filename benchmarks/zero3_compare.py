@@ -54,14 +54,14 @@ def parallel(method: str, model: torch.nn.Module):
         options = {"reshard_after_forward": False} if method == "fsdp2_keep" else {}
         if method == "fsdp2_bf16":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for layer in model.encoder.layer:
+        for layer in (model.embeddings, *model.encoder.layer):
             fully_shard(layer, **options)
         return fully_shard(model, **options), model.parameters(), None
     from moe_zero.zero import shard
 
     sharded = shard(
         model,
-        QFormerLayer,
+        [QFormerLayer, "embeddings"],
         reshard_after_forward=method != "zero3_keep",
         compute_dtype=torch.bfloat16 if method == "zero3_bf16" else None,
     )
@@ -80,13 +80,15 @@ def qformer_config(small: bool):
 
 def planned(method: str, ranks: int, small: bool):
     """What `moe-zero plan` says about a method, or None."""
+    from moe_zero.qformer import QFormerLayer
     from moe_zero.recipes.plan_command import DTYPES, plan_qformer
 
     if method not in PLANNED:
         return None
     precision, strategy, reshard = PLANNED[method]
-    sizes = {"batch": BATCH, "image_tokens": IMAGE_TOKENS, "text_tokens": TEXT, "reshard_after_forward": reshard}
-    estimates = plan_qformer(qformer_config(small), ranks, "adamw", DTYPES[precision], **sizes)
+    sizes = {"batch": BATCH, "image_tokens": IMAGE_TOKENS, "text_tokens": TEXT}
+    options = {"layers": [QFormerLayer, "embeddings"], "reshard_after_forward": reshard}
+    estimates = plan_qformer(qformer_config(small), ranks, "adamw", DTYPES[precision], **sizes, **options)
     return next(each for each in estimates if each.strategy == strategy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -100,6 +101,7 @@ def plan_qformer(
     batch: int = 2,
     image_tokens: int = 257,
     text_tokens: int = 13,
+    layers: Sequence[type | str] = (QFormerLayer,),
     **options,
 ) -> list[Estimate]:
     """`moe_zero.zero.plan.estimate` for a Q-Former whose weights are fp32, with ``batch`` samples on each rank."""
@@ -114,13 +116,13 @@ def plan_qformer(
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(dtype)
-            activations = activation_bytes(QFormerModel(config), QFormerLayer, run)
+            activations = activation_bytes(QFormerModel(config), layers, run)
         finally:
             torch.set_default_dtype(before)
         compute_dtype = None if dtype == torch.float32 else dtype
         return estimate(
             QFormerModel(config),
-            QFormerLayer,
+            layers,
             ranks,
             optimizer=optimizer,
             compute_dtype=compute_dtype,

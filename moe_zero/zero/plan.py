@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_zero.zero.building import layer_modules, slots_of_layers
+from moe_zero.zero.collectives import CHUNK_BYTES
 from moe_zero.zero.flat_layer import Layout
 
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -222,21 +223,19 @@ class _Step:
 
         remaining, arrived, under_way = self.activations, 0, 0
         resident = full.get("", 0) + (0 if self.reshard else sum(full[name] for name in self.names))
-        for i, name in reversed(list(enumerate(self.names))):
-            fetched = full[name] + (full[self.names[i - 1]] if i else 0) if self.reshard else 0
+        for i, name in [*reversed(list(enumerate(self.names))), *([(0, "")] if "" in layouts else [])]:
+            # The layer at work and the one that backward comes to next; at the end, the last one.
+            fetched = sum(full[each] for each in self.names[max(i - 1, 0) : i + 1]) if self.reshard else 0
             own = _gradient_bytes(layouts[name])
-            # This layer's gradients are packed while those of the one before are on their way: what is sent, and where
-            # the other ranks' parts arrive.
-            buffers = resident + fetched + own + rows[name] + under_way
+            # On one rank gradients are packed into the shard's. Otherwise those of the layer before still wait while
+            # they are packed, sent and summed, part by part.
+            buffers = resident + fetched + own + (under_way if ranks > 1 else rows[name])
             moments[f"backward {name}"] = (buffers, always + arrived + remaining + buffers)
             remaining -= self.saved[name]
             arrived += layouts[name].masters.trainable_bytes
-            under_way = 2 * rows[name] if ranks > 1 else 0
-            if not self.reshard:
+            under_way = own + 2 * min(rows[name], CHUNK_BYTES)
+            if name and not self.reshard:
                 resident -= full[name]
-        if "" in layouts:
-            buffers = _gradient_bytes(layouts[""]) + rows[""] + under_way
-            moments["backward"] = (buffers, always + arrived + remaining + buffers)
         update = self.temporaries * max(layout.masters.trainable_bytes for layout in layouts.values())
         moments["optimizer"] = (update, always + gradients + update)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_zero.zero import shard
+from moe_zero.zero import collectives, shard
 
 pytestmark = pytest.mark.distributed
 
@@ -469,6 +469,12 @@ def check(case, option, steps=3, tolerance=1e-5):
             else:
                 assert not gradients[name].any()
         assert_nothing_left(sharded)
+        for layer in sharded.flat_layers:
+            present = [leaf.parameter.grad for leaf in layer.leaves if leaf.parameter.grad is not None]
+            squares = sum(
+                (gradient.double().square().sum() for gradient in present), torch.zeros((), dtype=torch.double)
+            )
+            torch.testing.assert_close(layer.sum_of_squares(), squares)
         for optimizer in optimizers:
             optimizer.step()
         if any(parameter.dtype == torch.bfloat16 for parameter in reference.parameters()):
@@ -505,6 +511,25 @@ def test_options_do_not_change_gradients(option, on_ranks):
 )
 def test_three_ranks(case, on_ranks):
     on_ranks(3, check, case, "default")
+
+
+def check_in_parts(case, chunk_bytes):
+    usual, collectives.CHUNK_BYTES = collectives.CHUNK_BYTES, chunk_bytes
+    try:
+        check(case, "default")
+    finally:
+        collectives.CHUNK_BYTES = usual
+
+
+@pytest.mark.parametrize("ranks, chunk_bytes", [(2, 1), (2, 1000), (3, 600)])
+def test_reductions_in_several_parts(ranks, chunk_bytes, on_ranks):
+    for case in (
+        "three_forwards_before_one_backward",
+        "gradients_of_odd_strides",
+        "several_dtypes_in_a_layer",
+        "frozen_layers",
+    ):
+        on_ranks(ranks, check_in_parts, case, chunk_bytes)
 
 
 def test_twenty_steps_equal_the_reference(on_ranks):
