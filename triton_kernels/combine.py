@@ -16,6 +16,9 @@ from torch import Tensor
 
 from . import tuning
 
+MOST_PARTIAL_SUMS = 1024
+"""Programs of a backward pass: enough to fill the GPU, few enough that their sums are added up quickly."""
+
 
 @triton.jit
 def _sum_of_experts(
@@ -149,6 +152,7 @@ def combine_backward_kernel(
     NEEDS_Y: tl.constexpr,
     NEEDS_WEIGHTS: tl.constexpr,
     NEEDS_RESIDUAL: tl.constexpr,
+    SUMS_IN_REGISTERS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -156,6 +160,8 @@ def combine_backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     d_D = tl.arange(0, BLOCK_D)
     in_D = d_D < D
+    gain_partials_ptrs = gain_partials_ptr + program * D + d_D
+    bias_partials_ptrs = bias_partials_ptr + program * D + d_D
     gain_grad_D = tl.zeros((BLOCK_D,), tl.float32)
     bias_grad_D = tl.zeros((BLOCK_D,), tl.float32)
     for tile in range(0, tiles_per_program):
@@ -188,6 +194,17 @@ def combine_backward_kernel(
             normal_TD = tl.where(in_D[None, :], (sum_TD - mean_T[:, None]) * rstd_T[:, None], 0.0)
             gain_grad_D += tl.sum(grad_TD * normal_TD, axis=0)
             bias_grad_D += tl.sum(grad_TD, axis=0)
+            if not SUMS_IN_REGISTERS:
+                # They wait where they end up, in L2. The barriers: another thread may have stored what one loads.
+                before = in_D & (tile > 0)
+                gain_grad_D += tl.load(gain_partials_ptrs, mask=before, other=0.0)
+                bias_grad_D += tl.load(bias_partials_ptrs, mask=before, other=0.0)
+                tl.debug_barrier()
+                tl.store(gain_partials_ptrs, gain_grad_D, mask=in_D)
+                tl.store(bias_partials_ptrs, bias_grad_D, mask=in_D)
+                tl.debug_barrier()
+                gain_grad_D = tl.zeros((BLOCK_D,), tl.float32)
+                bias_grad_D = tl.zeros((BLOCK_D,), tl.float32)
             grad_TD *= tl.load(norm_weight_ptr + d_D, mask=in_D, other=0.0).to(tl.float32)[None, :]
             along_T = tl.sum(grad_TD * normal_TD, axis=1) / D
             mean_grad_T = tl.sum(grad_TD, axis=1) / D
@@ -205,9 +222,9 @@ def combine_backward_kernel(
                 y_ptrs = y_ptr + t_T[:, None] * stride_yt + k * stride_yk + d_D[None, :].to(tl.int64) * stride_yd
                 y_TD = tl.load(y_ptrs, mask=mask_TD, other=0.0).to(tl.float32)
                 tl.store(grad_weights_ptr + t_T * K + k, tl.sum(y_TD * grad_TD, axis=1), mask=in_T)
-    if HAS_NORM:
-        tl.store(gain_partials_ptr + program * D + d_D, gain_grad_D, mask=in_D)
-        tl.store(bias_partials_ptr + program * D + d_D, bias_grad_D, mask=in_D)
+    if HAS_NORM and SUMS_IN_REGISTERS:
+        tl.store(gain_partials_ptrs, gain_grad_D, mask=in_D)
+        tl.store(bias_partials_ptrs, bias_grad_D, mask=in_D)
 
 
 def _shared_arguments(y_TKD: Tensor, weights_TK: Tensor | None, residual_TD: Tensor | None, num_rows: int) -> dict:
@@ -277,9 +294,12 @@ def combine_backward(
     T, _, D = y_TKD.shape
     grad_y_TKD, grad_weights_TK, grad_residual_TD, grad_gain_D, grad_bias_D = grads
     arguments = _shared_arguments(y_TKD, weights_TK, residual_TD, T)
+    # The registers of 16 warps do not hold rows of more than 16 KiB beside the sums over a program's rows.
+    wide = arguments["BLOCK_D"] * grad_TD.element_size() > 16384
+    if wide:
+        arguments["num_warps"] = 32
     tiles = triton.cdiv(T, arguments["BLOCK_T"])
-    # Few enough partial sums to add up quickly, enough programs to fill the GPU.
-    tiles_per_program = max(1, triton.cdiv(tiles, 1024))
+    tiles_per_program = max(1, triton.cdiv(tiles, MOST_PARTIAL_SUMS))
     programs = triton.cdiv(tiles, tiles_per_program)
     partials_2PD = torch.empty(2, programs, D, dtype=torch.float32, device=y_TKD.device)
     if T > 0:
@@ -303,6 +323,7 @@ def combine_backward(
                 NEEDS_Y=grad_y_TKD.numel() > 0,
                 NEEDS_WEIGHTS=grad_weights_TK.numel() > 0,
                 NEEDS_RESIDUAL=grad_residual_TD.numel() > 0,
+                SUMS_IN_REGISTERS=not wide,
                 **arguments,
             )
     for grad, partials_PD in ((grad_gain_D, partials_2PD[0]), (grad_bias_D, partials_2PD[1])):

@@ -130,14 +130,27 @@ def test_post_route(capability):
 @pytest.mark.parametrize(("T", "D"), [(64, 768), (4096, 384), (4096, 768), (4096, 4096), (4096, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_combine(capability, T, D, dtype):
-    if D > 4096 and dtype == torch.float32:
-        pytest.skip("spills up to 24 bytes on 9.0 to 12.0: fp32 rows of 8192 take all registers of 16 warps")
-
     def run():
         y, residual = meta(T, 2, D, dtype=dtype), meta(T, D, dtype=dtype)
         weights, gain, bias = meta(T, 2), meta(D), meta(D)
         out, mean, rstd = combine.combine_forward(y, weights, residual, gain, bias, 1e-12, dtype)
         combine.combine_backward(out, y, weights, residual, gain, mean, rstd, (y, weights, residual, gain, bias))
+
+    for launch, resources in compiled(capability, run):
+        assert_fits(capability, launch, resources)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("K", [1, 2, 3, 8])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_combine_backward_of_the_widest_rows(capability, K, with_residual):
+    T, D = 4096, 8192
+
+    def run():
+        y, weights, rows, gain, stats = meta(T, K, D), meta(T, K), meta(T, D), meta(D), meta(T)
+        residual, grad_residual = (rows, rows) if with_residual else (None, meta(0))
+        grads = (y, weights, grad_residual, gain, gain)
+        combine.combine_backward(rows, y, weights, residual, gain, stats, stats, grads)
 
     for launch, resources in compiled(capability, run):
         assert_fits(capability, launch, resources)

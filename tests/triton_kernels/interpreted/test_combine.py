@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from moe_zero.ops.combine import combine_reference
+from moe_zero.triton_kernels import combine
 from moe_zero.triton_kernels.combine import combine_backward, combine_forward
 
 # The interpreter truncates when it stores bf16, which doubles the rounding error that a GPU makes.
@@ -49,6 +50,11 @@ def test_matches_reference(dtype, form, T, K, D):
 
 def test_programs_that_take_several_tiles():
     check(inputs(1100, 1, 16, torch.float32, "wrgb"))
+
+
+def test_rows_too_wide_for_sums_in_registers(monkeypatch):
+    monkeypatch.setattr(combine, "MOST_PARTIAL_SUMS", 2)
+    check(inputs(5, 2, 4100, torch.float32, "wrgb"))
 
 
 def test_strided_inputs_and_gradients_of_stride_zero():
