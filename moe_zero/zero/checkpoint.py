@@ -542,7 +542,11 @@ class _Saver(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._data[write_item.index.fqn])
-        return self._boxes[write_item.index.fqn, write_item.index.offset]
+        box = self._boxes[write_item.index.fqn, write_item.index.offset]
+        if box.device.type != "cpu" or box.numel() == 0 or not box.is_contiguous():
+            return box
+        # DCP copies what has no storage of its own, and keeps all copies until the file is written.
+        return torch.frombuffer(box.reshape(-1).view(torch.uint8).numpy(), dtype=box.dtype).view(box.shape)
 
 
 class _Loader(LoadPlanner):

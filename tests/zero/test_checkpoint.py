@@ -302,6 +302,27 @@ def test_what_could_not_be_read_back_is_not_saved(on_ranks, tmp_path):
     assert not list(tmp_path.glob("*/manifest.json"))
 
 
+def written_memory(directory):
+    parts = make()
+    train(*parts, range(1))
+    usual, given = checkpoint._Saver.resolve_data, []
+    checkpoint._Saver.resolve_data = lambda saver, item: given.append(usual(saver, item)) or given[-1]
+    try:
+        save_checkpoint(directory, *parts)
+    finally:
+        checkpoint._Saver.resolve_data = usual
+    own = [layer.shard for layer in parts[0].flat_layers] + [*parts[0].buffers()]
+    own += [value for state in parts[1].state.values() for value in state.values() if torch.is_tensor(value)]
+    for tensor in (each for each in given if torch.is_tensor(each)):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # or DCP copies it
+        assert any(each.data_ptr() <= tensor.data_ptr() < each.data_ptr() + each.nbytes for each in own)
+    return len(given)
+
+
+def test_tensors_are_written_without_copies(on_ranks, tmp_path):
+    assert min(on_ranks(2, written_memory, tmp_path)) > 10
+
+
 def save_three(directory):
     parts = make()
     return [save_checkpoint(directory, *parts, keep=2).name for _ in range(3)]
