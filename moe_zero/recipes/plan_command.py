@@ -140,9 +140,11 @@ def _print_table(title: str, estimates: list[Estimate]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    copies = f"{estimates[-1].saving / MIB:,.0f} MiB"
     table = Table(title=title, caption=(
         "MiB on each rank. Activations are an estimate. Buffers are layers and messages that come and go. Not all of a "
-        "row exists at once; the peak does. Gathered, reduced: payload of a step; sent: by each rank."
+        "row exists at once; the peak does. Gathered, reduced: payload of a step; sent: by each rank. "
+        f"While a checkpoint is written in the background, its copies take {copies} more (ZeRO-3)."
     ))  # fmt: skip
     columns = ("parameters", "gradients", "optimizer", "activations", "buffers", "process", "peak")
     table.add_column("")

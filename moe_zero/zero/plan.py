@@ -35,8 +35,9 @@ class Estimate:
     one forward; an estimate. ``buffers``: layers and communication buffers that come and go, at the moment of ``peak``.
     ``process``: Python and the libraries. ``peak``: the most that exists at once, ``at`` "start" (the whole model
     before it is sharded), "backward" or "optimizer"; less than the sum of all, since gradients come while activations
-    go. ``all_gather``, ``reduce_scatter``, ``all_reduce``: payload of a step. ``sent``: what this rank sends of it (a
-    ring, or an all-to-all).
+    go. ``saving``: copies that :func:`~moe_zero.zero.save_checkpoint_async` holds besides while it writes, which are
+    not in ``peak``; 0 for strategies other than ZeRO-3. ``all_gather``, ``reduce_scatter``, ``all_reduce``: payload of
+    a step. ``sent``: what this rank sends of it (a ring, or an all-to-all).
     """
 
     strategy: str
@@ -49,6 +50,7 @@ class Estimate:
     process: int
     peak: int
     at: str
+    saving: int
     all_gather: int
     reduce_scatter: int
     all_reduce: int
@@ -205,6 +207,7 @@ class _Step:
             STRATEGIES[stage],
             (self.in_use, gradients, of_optimizer, process),
             moments,
+            saving=0,
             all_gather=0 if stage == 0 or alone else full_gradients,  # the parameters that were updated
             reduce_scatter=0 if stage == 0 or alone else full_gradients,
             all_reduce=full_gradients if stage == 0 and not alone else 0,
@@ -246,6 +249,7 @@ class _Step:
             STRATEGIES[3],
             (masters, gradients, of_optimizer, process),
             moments,
+            saving=masters + of_optimizer,
             all_gather=sum(payload.values()) + again if ranks > 1 else 0,
             reduce_scatter=self.rows if ranks > 1 else 0,
             all_reduce=0,
@@ -256,7 +260,7 @@ class _Step:
         is_shard = self.ranks == 1 and all(dtype == layout.dtype for dtype in layout.in_use)
         return 0 if is_shard else layout.parameters.flat_bytes
 
-    def _estimate(self, strategy, kept, moments, *, all_gather, reduce_scatter, all_reduce) -> Estimate:
+    def _estimate(self, strategy, kept, moments, *, saving, all_gather, reduce_scatter, all_reduce) -> Estimate:
         at, (buffers, peak) = max(moments.items(), key=lambda item: item[1][1])
         parameters, gradients, optimizer, process = kept
         payload = all_gather + reduce_scatter + 2 * all_reduce
@@ -271,6 +275,7 @@ class _Step:
             process=process,
             peak=peak,
             at=at.partition(" ")[0],
+            saving=saving,
             all_gather=all_gather,
             reduce_scatter=reduce_scatter,
             all_reduce=all_reduce,
