@@ -11,6 +11,7 @@ and as a replayed CUDA graph. Stages that would pass the deadline are skipped an
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -217,6 +218,8 @@ def time_gelu_ffn(check: Check, timer: Timer) -> None:
     D, F = (768, 3072) if timer.cuda else (32, 64)
     suite.HIDDEN, suite.WIDTH = D, F
     names = ["ours", "ours, separate experts", "loop over nn.Linear", "torch grouped_mm", "transformers grouped_mm"]
+    if timer.cuda and importlib.util.find_spec("liger_kernel"):
+        names.append(suite.LIGER)
     for (T, E, K), excellent in EXCELLENT.items():
         T = T if timer.cuda else min(T, 128)
         suite.PER_TOKEN = K
@@ -229,8 +232,8 @@ def time_gelu_ffn(check: Check, timer: Timer) -> None:
         ):
             rivals = {}
             for name in names:
-                # The loop asks the device how many tokens each expert got, so that it cannot be captured.
-                given = suite.separate(plain) if "separate" in name or "loop" in name else plain
+                # The loop and Liger ask the device how many tokens each expert got, so that they cannot be captured.
+                given = suite.arguments_of(name, plain)
                 rivals[name] = lambda run=run, name=name, given=given: run(suite.RIVALS[name], *given)
             label = f"gelu_ffn {mode}, T={T} E={E} K={K}"
             time_rivals(check, timer, label, scale * (weight_bytes + row_bytes), scale * forward_flops, rivals)

@@ -79,6 +79,28 @@ def transformers_backend(name, x, ids, weights, *params):
     return forward(_TransformersExperts(*params), x, ids, weights)
 
 
+def liger(x, ids, weights, gate_up, down):
+    """Liger's fused experts, which are SwiGLU without biases."""
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    return LigerFusedMoEFunction.apply(x, gate_up, down, ids.int(), weights)
+
+
+def liger_reference(x, ids, weights, gate_up, down):
+    gate, up = torch.einsum("td,efd->tef", x, gate_up).chunk(2, -1)
+    y = torch.einsum("tef,edf->ted", F.silu(gate) * up, down)
+    return (y.take_along_dim(ids[..., None], 1) * weights[..., None]).sum(1)
+
+
+def for_liger(arguments: tuple) -> tuple:
+    """The same tokens with SwiGLU experts of two thirds the width: as many weights and operations as ours."""
+    x, ids, weights, w1, _, w2, _ = arguments
+    width = 2 * w1.shape[1] // 3
+    gate_up = torch.cat([w1[:, :width], w1[:, -width:]], 1)
+    return x, ids, weights, *(w.detach().contiguous().requires_grad_() for w in (gate_up, w2[:, :, :width]))
+
+
+LIGER = "Liger, SwiGLU of equal size"
 RIVALS = {
     "ours": gelu_ffn,
     "ours, separate experts": gelu_ffn,
@@ -88,6 +110,7 @@ RIVALS = {
     "torch grouped_mm": grouped_mm,
     "transformers grouped_mm": partial(transformers_backend, "grouped_mm"),
     "transformers batched_mm": partial(transformers_backend, "batched_mm"),
+    LIGER: liger,
 }
 
 
@@ -110,8 +133,10 @@ def measure(benchmark, function, *arguments):
     benchmark.pedantic(function, args=arguments, rounds=ROUNDS, warmup_rounds=2)
 
 
-def arguments_of(name: str, tokens: int, dtype: torch.dtype) -> tuple:
-    arguments = inputs(tokens, dtype)
+def arguments_of(name: str, arguments: tuple) -> tuple:
+    """The inputs in the form that a rival takes them."""
+    if name == LIGER:
+        return for_liger(arguments)
     return separate(arguments) if name in ("loop over nn.Linear", "ours, separate experts") else arguments
 
 
@@ -121,13 +146,18 @@ def rival_or_skip(name: str, tokens: int, dtype: torch.dtype) -> tuple:
         pytest.skip("copies the weights once per pair of token and expert: does not fit in memory")
     if name.startswith("transformers"):
         pytest.importorskip("transformers", minversion="5.0", reason="experts backends came with transformers 5")
-    arguments = arguments_of(name, tokens, dtype)
+    if name == LIGER:
+        pytest.importorskip("liger_kernel.ops.fused_moe", reason="liger-kernel is not installed", exc_type=ImportError)
+        if DEVICE != "cuda":
+            pytest.skip("Liger's kernels need a GPU")
+    arguments = arguments_of(name, inputs(tokens, dtype))
     try:
         out = RIVALS[name](*arguments)
     except (RuntimeError, AttributeError) as error:
         pytest.skip(f"does not run here: {str(error).splitlines()[0]}")
-    x, ids, weights, *params = inputs(tokens, dtype)
-    expected = gelu_ffn_reference(x.float(), ids, weights, *(p.float() for p in params))
+    reference = liger_reference if name == LIGER else gelu_ffn_reference
+    x, ids, weights, *params = arguments if name == LIGER else inputs(tokens, dtype)
+    expected = reference(x.float(), ids, weights, *(p.float() for p in params))
     assert (out.float() - expected).norm() < 2e-2 * expected.norm()
     return RIVALS[name], *arguments
 
@@ -188,8 +218,8 @@ PEAK = """
 import sys, torch
 sys.path.insert(0, {folder!r})
 from moe_zero.benchmarks.device import peak_mib
-from test_gelu_ffn import RIVALS, arguments_of, forward_backward
-arguments = arguments_of({rival!r}, 4096, torch.float32)
+from test_gelu_ffn import RIVALS, arguments_of, forward_backward, inputs
+arguments = arguments_of({rival!r}, inputs(4096, torch.float32))
 before = peak_mib()
 forward_backward(RIVALS[{rival!r}], *arguments)
 print(peak_mib() - before)
