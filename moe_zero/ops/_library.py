@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moe_zero import _extensions
 
@@ -120,6 +121,9 @@ class Operator:
         fallback: kernel for CPU tensors, in PyTorch.
         setup_context, backward: as of ``torch.library.register_autograd``; without them, differentiating through the
             operator is an error.
+        rows: positions of the arguments that ``fold`` takes a mapped dimension of.
+        fold: the operator with one more dimension, the first, in these arguments and all results. ``torch.vmap`` uses
+            it where no other argument is mapped, and calls the operator for one index after the other elsewhere.
         lists: whether an argument is a list of tensors that may need gradients. The short way has no place for those.
         cast: positions of the arguments (tensors or lists of them) that autocast converts to its dtype, fp64 excepted.
             The others are taken as they are, and nothing inside of the operator is rounded behind its back.
@@ -134,6 +138,8 @@ class Operator:
         fallback: Callable,
         setup_context: Callable | None = None,
         backward: Callable | None = None,
+        rows: Sequence[int] = (),
+        fold: Callable | None = None,
         lists: bool = False,
         cast: Sequence[int] = (),
     ) -> None:
@@ -149,6 +155,11 @@ class Operator:
         torch.library.register_autograd(
             self._operator, backward or self._refuse, setup_context=setup_context, lib=_LIBRARY
         )
+        self._rows, self._fold = rows, fold
+        torch.library.register_vmap(
+            self._operator, lambda info, in_dims, *args: self._map(info.batch_size, in_dims, args), lib=_LIBRARY
+        )
+        self._transformable = self._make_transformable(setup_context, backward or self._refuse)
         differentiable = backward is not None
         self._function = self._make_function(setup_context, backward) if differentiable and not lists else None
 
@@ -159,7 +170,60 @@ class Operator:
                     return self._operator(*args)
             if self._function is not None:
                 return self._function(*args)
+        if torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling():
+            leaves, spec = tree_flatten(args)
+            return self._transformable(spec, *leaves)
         return self._operator(*args)
+
+    def _make_transformable(self, setup_context: Callable | None, backward: Callable) -> Callable:
+        """The operator for ``torch.func``, whose transforms take no autograd formula that is registered with torch.
+
+        Its arguments are flat, because gradients do not flow through lists, and come after their structure.
+        """
+        operator = self
+
+        class Transformable(torch.autograd.Function):
+            @staticmethod
+            def forward(spec, *leaves):
+                with torch._C._AutoDispatchBelowAutograd():
+                    return operator._operator(*tree_unflatten(leaves, spec))
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                ctx.spec, *leaves = inputs
+                if setup_context is not None:
+                    setup_context(_StructuredContext(ctx), tree_unflatten(leaves, ctx.spec), output)
+
+            @staticmethod
+            def backward(ctx, *grads):
+                return None, *tree_flatten(backward(_StructuredContext(ctx), *grads))[0]
+
+            @staticmethod
+            def vmap(info, in_dims, spec, *leaves):
+                return operator._map(info.batch_size, tree_unflatten(in_dims[1:], spec), tree_unflatten(leaves, spec))
+
+        Transformable.__name__ = self.name
+        return Transformable.apply
+
+    def _map(self, size: int, in_dims: Sequence, args: Sequence) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Results with the mapped dimension in front, and that it is there: 0 for each."""
+        if size == 0:
+            raise ValueError(f"moe_zero::{self.name} is mapped over a dimension of size 0; it must have an element")
+        leaves, spec = tree_flatten(list(args))
+        dims = tree_flatten(list(in_dims))[0]
+        leaves = [leaf if dim is None else leaf.movedim(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+        mapped = [dim is not None for dim in dims]
+        of_args = [any(tree_flatten(flags)[0]) for flags in tree_unflatten(mapped, spec)]
+        if self._fold and not any(of_arg for i, of_arg in enumerate(of_args) if i not in self._rows):
+            args = tree_unflatten(leaves, spec)
+            for i in self._rows:
+                if args[i] is not None and not of_args[i]:
+                    args[i] = args[i].expand(size, *args[i].shape)
+            results = self._fold(*args)
+        else:
+            chosen = ([x[i] if flag else x for x, flag in zip(leaves, mapped, strict=True)] for i in range(size))
+            results = tuple(map(torch.stack, zip(*(self(*tree_unflatten(c, spec)) for c in chosen), strict=True)))
+        return results, (0,) * len(results)
 
     def _make_function(self, setup_context: Callable, backward: Callable) -> Callable:
         operator = self._operator
@@ -186,6 +250,23 @@ class Operator:
 
     def _refuse(self, ctx, *grads):
         raise RuntimeError(f"moe_zero::{self.name} cannot be differentiated: gradients of gradients are not available")
+
+
+class _StructuredContext:
+    """An autograd context whose ``needs_input_grad`` has the structure of the operator's arguments."""
+
+    def __init__(self, ctx) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+
+    @property
+    def needs_input_grad(self) -> Sequence:
+        return tree_unflatten(self._ctx.needs_input_grad[1:], self._ctx.spec)
+
+    def __getattr__(self, name: str):
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._ctx, name, value)
 
 
 def _plain_eager() -> bool:

@@ -141,9 +141,19 @@ def _beam_step_fake(parent_scores_BJ, probs_PR, k, routes_BJL):
     return probs_PR.new_empty(B, k, dtype=dtype), *ids
 
 
+def _beam_step_fold(parent_scores_MBJ, probs_MPR, k, routes_MBJL):
+    M, P = probs_MPR.shape[:2]
+    rows = [None if t is None else t.flatten(0, 1) for t in (parent_scores_MBJ, probs_MPR, routes_MBJL)]
+    results = _beam_step(*rows[:2], k, rows[2])
+    scores, parents, experts, routes = (result.unflatten(0, (M, len(result) // M)) for result in results)
+    return scores, parents - P * torch.arange(M, device=parents.device).view(M, 1, 1), experts, routes
+
+
 _beam_step = Operator(
     "beam_step(Tensor? parent_scores, Tensor probs, int k, Tensor? routes) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_beam_step_fake,
     cuda=_beam_step_cuda,
     fallback=_beam_step_cpu,
+    rows=(0, 1, 3),
+    fold=_beam_step_fold,
 )

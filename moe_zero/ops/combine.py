@@ -178,6 +178,14 @@ def _combine_backward_fake(grad_TD, y_TKD, weights_TK, residual_TD, norm_weight_
     return _empty_gradients(y_TKD, weights_TK, residual_TD, norm_weight_D, norm_bias_D, needs)
 
 
+def _combine_fold(y_BTKD, weights_BTK, residual_BTD, norm_weight_D, norm_bias_D, eps):
+    B = y_BTKD.shape[0]
+    rows = [None if tensor is None else tensor.flatten(0, 1) for tensor in (y_BTKD, weights_BTK, residual_BTD)]
+    return tuple(
+        result.unflatten(0, (B, result.shape[0] // B)) for result in _combine(*rows, norm_weight_D, norm_bias_D, eps)
+    )
+
+
 def _setup_context(ctx, inputs, output):
     *tensors, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
@@ -209,4 +217,6 @@ _combine = Operator(
     fallback=_combine_cpu,
     setup_context=_setup_context,
     backward=_backward,
+    rows=(0, 1, 2),
+    fold=_combine_fold,
 )

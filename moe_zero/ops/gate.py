@@ -190,6 +190,17 @@ def _gate_backward_fake(*args):
     )
 
 
+def _gate_fold(x_BTQD, router_ED, k, renormalize):
+    B, T = x_BTQD.shape[:2]
+    weights, ids, probs, counts_E, _, logsumexp = (
+        result if i in (3, 4) else result.unflatten(0, (B, T))
+        for i, result in enumerate(_gate(x_BTQD.flatten(0, 1), router_ED, k, renormalize))
+    )
+    ids_BN = ids.flatten(1)
+    counts_BE = counts_E.new_zeros(B, len(counts_E)).scatter_add(1, ids_BN, torch.ones_like(ids_BN))
+    return weights, ids, probs, counts_BE, probs.sum(1), logsumexp
+
+
 def _setup_context(ctx, inputs, output):
     x_TQD, router_ED, _, ctx.renormalize = inputs
     _, ids_TK, probs_TE, counts_E, _, _ = output
@@ -220,4 +231,6 @@ _gate = Operator(
     fallback=_gate_cpu,
     setup_context=_setup_context,
     backward=_backward,
+    rows=(0,),
+    fold=_gate_fold,
 )

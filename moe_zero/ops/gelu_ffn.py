@@ -452,6 +452,24 @@ def _gelu_ffn_backward_cuda(*args):
     return triton_kernels("ffn").gelu_ffn_backward(*args[:-1], from_bits(args[-1], 6))
 
 
+def _gelu_ffn_fold(x_BTD, ids_BTK, weights_BTK, w1, b1, w2, b2, tanh, save):
+    (B, T), E = x_BTD.shape[:2], num_experts(w1)
+    rows = [None if tensor is None else tensor.flatten(0, 1) for tensor in (x_BTD, ids_BTK, weights_BTK)]
+    y, pre, order, offsets = _gelu_ffn(*rows, w1, b1, w2, b2, tanh, save)
+    if ids_BTK is None:
+        pre = pre.unflatten(0, (E, B, T)).transpose(0, 1).flatten(1, 2) if save else pre.expand(B, *pre.shape)
+        return y.unflatten(1, (B, T)).transpose(0, 1), pre, order.expand(B, 0), offsets.expand(B, 0)
+    # The rows of one b keep their order when those of all others are left out, so that sorting the places by b, stably,
+    # gives for each b what sorting its rows by expert would have given.
+    N = ids_BTK[0].numel()
+    order = order.long()
+    place_BN = (order // max(N, 1)).argsort(stable=True).unflatten(0, (B, N))
+    counts_BE = offsets.new_zeros(B, E).scatter_add(1, ids_BTK.flatten(1).long(), offsets.new_ones(B, N))
+    offsets_BE = torch.nn.functional.pad(counts_BE.cumsum(1, dtype=torch.int32), (1, 0))
+    pre = pre[place_BN] if save else pre.expand(B, *pre.shape)
+    return y.unflatten(0, (B, T)), pre, (order[place_BN] % max(N, 1)).int(), offsets_BE
+
+
 def _setup_context(ctx, inputs, output):
     x_TD, ids_TK, weights_TK, w1, b1, w2, b2, ctx.tanh, ctx.saved = inputs
     _, *sorted_state = output
@@ -515,6 +533,8 @@ _gelu_ffn = Operator(
     fallback=_gelu_ffn_cpu,
     setup_context=_setup_context,
     backward=_backward,
+    rows=(0, 1, 2),
+    fold=_gelu_ffn_fold,
     lists=True,
     cast=(0, 3, 4, 5, 6),  # x and the parameters, not the token weights
 )
