@@ -33,7 +33,7 @@ MAX_LIVE_USES = 4096
 """Uses that are remembered when forward runs on and on without backward; older ones lose prefetching, nothing else."""
 
 MAX_REDUCTIONS_UNDER_WAY = 1
-"""Besides the one that is being prepared. Each holds a layer's full gradients, so memory bounds them."""
+"""While the gradients of another layer are computed. Each holds a layer's full gradients, so memory bounds them."""
 
 try:
     _malloc_trim = ctypes.CDLL(None).malloc_trim
@@ -373,7 +373,7 @@ class Schedule:
         while backward.turn and backward.turn[0] in backward.complete:
             layer = backward.turn.pop(0)
             backward.complete.discard(layer)
-            while len(backward.reductions) > MAX_REDUCTIONS_UNDER_WAY:
+            while len(backward.reductions) >= MAX_REDUCTIONS_UNDER_WAY:
                 self._finish_reduction(backward)
             if self.comm.device.type == "cpu" and _malloc_trim is not None:
                 # The activations that backward is through with left holes in the heaps, while shards of gradients need
