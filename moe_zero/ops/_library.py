@@ -150,8 +150,9 @@ class Operator:
         _LIBRARY.impl(self.name, cuda, "CUDA")
         if _extensions.ops_cpu is None:
             _LIBRARY.impl(self.name, fallback, "CPU")
-        for device in ("cpu", "cuda"):
-            _LIBRARY.impl(self.name, self._autocast_kernel(device, cast), f"Autocast{device.upper()}")
+        self._autocast = {device: self._autocast_kernel(device, cast) for device in ("cpu", "cuda")}
+        for device, kernel in self._autocast.items():
+            _LIBRARY.impl(self.name, kernel, f"Autocast{device.upper()}")
         torch.library.register_autograd(
             self._operator, backward or self._refuse, setup_context=setup_context, lib=_LIBRARY
         )
@@ -172,6 +173,9 @@ class Operator:
                 return self._function(*args)
         if torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling():
             leaves, spec = tree_flatten(args)
+            device = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
+            if device in self._autocast and torch.is_autocast_enabled(device):
+                return self._autocast[device](*args)
             return self._transformable(spec, *leaves)
         return self._operator(*args)
 
@@ -244,7 +248,7 @@ class Operator:
         def kernel(*args):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):
-                return self._operator(*(_cast(arg, dtype) if i in cast else arg for i, arg in enumerate(args)))
+                return self(*(_cast(arg, dtype) if i in cast else arg for i, arg in enumerate(args)))
 
         return kernel
 

@@ -160,6 +160,18 @@ def test_vmap_in_a_compiled_function():
     torch.testing.assert_close(compiled(y, weights), vmap(function)(y, weights))
 
 
+@pytest.mark.parametrize("name", ["gate", "gelu_ffn", "gelu_ffn, separate experts", "combine with norm"])
+def test_autocast_does_what_it_does_without_transforms(name):
+    function, make = CASES[name]
+    args = [a.float() if a.is_floating_point() else a for a in make()]
+    with torch.autocast("cpu"):
+        leaf = args[0].clone().requires_grad_()
+        expected = torch.autograd.grad(loss(function)(leaf, *args[1:]), leaf)[0]
+        assert torch.equal(grad(loss(function))(*args), expected)
+        stacked = vmap(grad(loss(function)), (0, *[None] * (len(args) - 1)))(torch.stack([args[0]] * 2), *args[1:])
+        assert torch.equal(stacked[1], expected)
+
+
 def test_gradients_of_gradients_are_refused():
     function, make = CASES["combine"]
     y, weights = make()
