@@ -209,7 +209,7 @@ class Operator:
         Transformable.__name__ = self.name
         return Transformable.apply
 
-    def _map(self, size: int, in_dims: Sequence, args: Sequence) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def _map(self, size: int, in_dims: Sequence, args: Sequence) -> tuple:
         """Results with the mapped dimension in front, and that it is there: 0 for each."""
         if size == 0:
             raise ValueError(f"moe_zero::{self.name} is mapped over a dimension of size 0; it must have an element")
@@ -226,7 +226,10 @@ class Operator:
             results = self._fold(*args)
         else:
             chosen = ([x[i] if flag else x for x, flag in zip(leaves, mapped, strict=True)] for i in range(size))
-            results = tuple(map(torch.stack, zip(*(self(*tree_unflatten(c, spec)) for c in chosen), strict=True)))
+            steps = [self(*tree_unflatten(leaves, spec)) for leaves in chosen]
+            if isinstance(steps[0], Tensor):
+                return torch.stack(steps), 0
+            results = tuple(map(torch.stack, zip(*steps, strict=True)))
         return results, (0,) * len(results)
 
     def _make_function(self, setup_context: Callable, backward: Callable) -> Callable:

@@ -9,6 +9,7 @@ from moe_zero.ops.beam_step import beam_step
 from moe_zero.ops.combine import combine
 from moe_zero.ops.gate import gate
 from moe_zero.ops.gelu_ffn import gelu_ffn, gelu_ffn_dense
+from moe_zero.ops.post_route import post_route_logits, post_route_outputs
 
 B, T, D, F, E, K = 3, 5, 6, 7, 4, 2
 IDS = torch.arange(B * T * K).view(B, T, K) * 7 % 11 % E
@@ -26,6 +27,13 @@ def from_lists(x, ids, weights, *params):
     return gelu_ffn(x, ids, weights, *(list(p.unbind(0)) for p in params))
 
 
+def post_route(x, gate_D, *params):
+    """Logits of every expert, and outputs of three pairs of a group and an expert."""
+    logits, hidden = post_route_logits(x, gate_D, *params)
+    groups, experts = torch.tensor([[0, 1, 1], [3, 0, 2]])
+    return logits, post_route_outputs(hidden, groups, experts, None, *params[2:])
+
+
 CASES = {
     "gate": (lambda x, router: gate(x, router, K, renormalize=True), lambda *b: (double(*b, T, D), double(E, D))),
     "gate over rows": (lambda x, router: gate(x, router, K), lambda *b: (double(*b, T, 3, D), double(E, D))),
@@ -35,6 +43,7 @@ CASES = {
         lambda *b: (double(*b, T, D), IDS if b else IDS[0], double(*b, T, K), *parameters()),
     ),
     "gelu_ffn, dense": (gelu_ffn_dense, lambda *b: (double(*b, T, D), *parameters())),
+    "post_route": (post_route, lambda *b: (double(*b, 2, 3, D), double(D), *parameters())),
     "combine": (combine, lambda *b: (double(*b, T, K, D), double(*b, T, K))),
     "combine with norm": (
         lambda *args: combine(*args, eps=1e-5),
@@ -91,7 +100,7 @@ def test_vmap_over_another_dimension_of_the_first_argument_alone(name):
     assert_vmaps(function, (first.dim() - 1, *[None] * len(rest)), (first, *rest))
 
 
-@pytest.mark.parametrize("name", ["gate", "gelu_ffn", "gelu_ffn, separate experts", "gelu_ffn, dense"])
+@pytest.mark.parametrize("name", ["gate", "gelu_ffn", "gelu_ffn, separate experts", "gelu_ffn, dense", "post_route"])
 def test_vmap_over_parameters(name):
     function, make = CASES[name]
     *rest, last = make()
