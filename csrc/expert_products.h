@@ -1,7 +1,7 @@
 // What the operators on the experts' weights share: parameters in a stack or a list, views, products.
 //
-// Products are torch's (MKL, oneDNN), but for a handful of fp32 rows, where packing the weights would cost more than the
-// product.
+// Products are torch's (MKL, oneDNN), but for a handful of fp32 rows times transposed weights, which MKL would pack at more
+// cost than the product's.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -16,8 +16,8 @@ namespace moe_zero {
 
 using Tensors = std::vector<Tensor>;
 
-// Rows of an expert up to which the products are ours.
-inline constexpr int64_t kFewRows = 32;
+// Rows up to which the products with transposed weights are ours.
+inline constexpr int64_t kFewRows = 16;
 
 // `offset` counts from the tensor's own first element.
 inline Tensor view_at(const Tensor& tensor, int64_t offset, const std::vector<int64_t>& sizes,
@@ -55,16 +55,11 @@ inline void mm(const Tensor& a, const Tensor& b, const Tensor& out) {
 
 inline bool dense_rows(const Tensor& matrix) { return matrix.stride(1) == 1 || matrix.size(1) == 1; }
 
-template <typename C>
-bool few_rows(const Tensor& x, const Tensor& w) {
-  return std::is_same_v<C, float> && dtype_code(x) == aoti_torch_dtype_float32() && x.size(0) <= kFewRows &&
-         dense_rows(x) && dense_rows(w);
-}
-
 // out = x w^T + b: [n, in] times [out, in].
 template <typename C>
 void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
-  if (few_rows<C>(x, w)) {
+  const bool fp32 = std::is_same_v<C, float> && dtype_code(x) == aoti_torch_dtype_float32();
+  if (fp32 && x.size(0) <= kFewRows && dense_rows(x) && dense_rows(w)) {
     const int64_t n = x.size(0), width = w.size(0), inner = w.size(1);
     const MoeKernels<C>& kernels = moe_kernels<C>();
     const Dense<C> bias(b);
@@ -87,20 +82,13 @@ void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, co
       aoti_torch_cpu_addmm_out(out.get(), b->get(), x.get(), transposed(w).get(), 1.0, 1.0));
 }
 
-// out = x w: [n, out] times [out, in], the gradient of what goes into `affine`.
+// The same, but that the bias is left to the caller's own pass over `out`, which gets it here: torch would add it in a
+// pass of its own. A 16-bit product has it added before it is rounded, and leaves none.
 template <typename C>
-void affine_backward(const Tensor& x, const Tensor& w, const Tensor& out) {
-  if (!few_rows<C>(x, w)) return mm(x, w, out);
-  const int64_t n = x.size(0), inner = w.size(0), width = w.size(1);
-  const MoeKernels<C>& kernels = moe_kernels<C>();
-  const C* rows = static_cast<const C*>(x.const_data_ptr());
-  const C* weights = static_cast<const C*>(w.const_data_ptr());
-  C* const target = static_cast<C*>(out.mutable_data_ptr());
-  constexpr int64_t kBlock = 64;
-  parallel((width + kBlock - 1) / kBlock, kBlock * inner, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kBlock, count = std::min(width, end * kBlock) - first;
-    kernels.outer_rows(rows, x.stride(0), 1, n, inner, weights + first, w.stride(0), count, target + first, width, false);
-  });
+Dense<C> affine_without_bias(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
+  const bool leaves = dtype_code(out) == code_of<C>();
+  affine<C>(x, w, leaves ? std::nullopt : b, out);
+  return Dense<C>(leaves ? b : std::nullopt);
 }
 
 // Adds up `count` rows of sums, in order and in place, and writes the result to row e of out.
@@ -140,7 +128,8 @@ inline std::vector<int64_t> read_ids(const char* name, const Tensor& tensor, int
 
 inline void fill_zero(const Tensor& tensor, int64_t begin, int64_t n) {
   const int64_t item = static_cast<int64_t>(tensor.element_size());
-  memset(static_cast<char*>(tensor.mutable_data_ptr()) + begin * item, 0, n * item);
+  char* const target = static_cast<char*>(tensor.mutable_data_ptr()) + begin * item;
+  parallel(n, 1, [&](int64_t first, int64_t last) { memset(target + first * item, 0, (last - first) * item); });
 }
 
 }  // namespace moe_zero

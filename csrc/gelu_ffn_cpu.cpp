@@ -73,39 +73,50 @@ struct Groups {
 
   static int64_t dtype_size_of(const Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
 
-  // out[t] = sum over k of weights[t, k] * rows[place of (t, k)].
+  // sum[token] += weight * (row + bias), for each of expert e's rows. Sums are in the order of the experts, whatever the
+  // threads.
   template <typename C>
-  void sum_over_experts(const Tensor& rows_ND, const Dense<C>& weights, const Tensor& out_TD) const {
+  void add_rows(const Tensor& rows_nD, const Dense<C>& bias, const Dense<C>& weights, int64_t e, const Tensor& sum_TD) const {
     const MoeKernels<C>& kernels = moe_kernels<C>();
-    const Rows rows(rows_ND), out(out_TD);
-    const int64_t D = rows_ND.size(1);
-    std::vector<int32_t> place(is_dense ? 0 : places());
-    for (int64_t p = 0; p < static_cast<int64_t>(place.size()); ++p) place[order[p]] = static_cast<int32_t>(p);
-    parallel(T, (K + 1) * D, [&](int64_t begin, int64_t end) {
-      const auto sum = scratch<C>(D), buffer = scratch<C>(D);
-      for (int64_t t = begin; t < end; ++t) {
-        C* const target = out.template target<C>(t * D, sum.get());
-        for (int64_t k = 0; k < K; ++k) {
-          const int64_t p = is_dense ? k * T + t : place[t * K + k];
-          const C weight = weights ? weights[t * K + k] : 1;
-          const C* row = rows.template read<C>(p * D, D, buffer.get());
-          k ? kernels.add_scaled(row, weight, D, target) : kernels.scale(row, weight, D, target);
-        }
-        out.wrote(target, t * D, D);
+    const Rows rows(rows_nD);
+    C* const sum = static_cast<C*>(sum_TD.mutable_data_ptr());
+    const int64_t n = rows_nD.size(0), D = rows_nD.size(1);
+    const int32_t* pairs = order + begin(e);
+    const auto token = [&](int64_t i) { return is_dense ? i : pairs[i] / K; };
+    // A token that names the expert twice has both rows in one thread.
+    const auto boundary = [&](int64_t i) {
+      while (0 < i && i < n && token(i) == token(i - 1)) ++i;
+      return i;
+    };
+    parallel(n, 3 * D, [&](int64_t first, int64_t last) {
+      const auto buffer = scratch<C>(D);
+      for (int64_t i = boundary(first), end = boundary(last); i < end; ++i) {
+        const C weight = weights ? weights[pairs[i]] : 1;
+        C* const target = sum + token(i) * D;
+        kernels.add_scaled(rows.template read<C>(i * D, D, buffer.get()), weight, D, target);
+        if (bias) kernels.add_scaled(bias.get(), weight, D, target);
       }
     });
   }
 };
 
+// The sums in the dtype of the result.
+inline Tensor rounded(const Tensor& sum_TD, int32_t code) {
+  if (dtype_code(sum_TD) == code) return sum_TD;
+  Tensor out = new_tensor({sum_TD.size(0), sum_TD.size(1)}, code);
+  return torch::stable::copy_(out, sum_TD);
+}
+
 template <typename C>
-void gelu_rows(const Tensor& pre_nF, bool tanh, const Tensor& act_nF) {
+void gelu_rows(const Tensor& pre_nF, const Dense<C>& bias, bool tanh, const Tensor& act_nF) {
   const Rows pre(pre_nF), act(act_nF);
   const int64_t n = pre_nF.size(0), F = pre_nF.size(1);
   parallel(n, 4 * F, [&](int64_t begin, int64_t end) {
     const auto in = scratch<C>(F), out = scratch<C>(F);
     for (int64_t i = begin; i < end; ++i) {
       C* const target = act.template target<C>(i * F, out.get());
-      moe_kernels<C>().gelu(pre.template read<C>(i * F, F, in.get()), F, tanh, target);
+      moe_kernels<C>().gelu(pre.template read<C>(i * F, F, in.get()), bias.get(), F, tanh,
+                            pre.template target<C>(i * F, in.get()), target);
       act.wrote(target, i * F, F);
     }
   });
@@ -120,23 +131,30 @@ Forward forward(const Tensor& x_TD, const std::optional<Tensor>& ids_TK, const s
   const int32_t code = dtype_code(x_TD);
   const Groups groups = ids_TK ? Groups::sorted(*ids_TK, E) : Groups::dense(T, E);
   const int64_t N = groups.places(), longest = groups.longest();
-  const Tensor pre_NF = new_tensor({save ? N : 0, F}, code), y_ND = new_tensor({N, D}, code);
-  // One buffer for all experts: fresh memory costs a page fault every 4 KiB, which is more than GELU itself.
+  const bool dense = groups.is_dense;
+  const Tensor pre_NF = new_tensor({save ? N : 0, F}, code);
+  const Tensor y_TD = dense ? new_tensor({E, T, D}, code) : new_tensor({T, D}, code_of<C>());
+  if (!dense) fill_zero(y_TD, 0, T * D);
+  const Dense<C> weights(weights_TK);
+  // One buffer for all experts: fresh memory costs page faults, and what is in the caches costs none.
   const Tensor act_buffer = new_tensor({longest, F}, code);
-  const Tensor x_buffer = new_tensor({groups.is_dense ? 0 : longest, D}, code);
+  const Tensor x_buffer = new_tensor({dense ? 0 : longest, D}, code), y_buffer = new_tensor({dense ? 0 : longest, D}, code);
   for (int64_t e = 0; e < E; ++e) {
     const int64_t begin = groups.begin(e), n = groups.count(e);
     if (n == 0) continue;
     const Tensor act_nF = row_range(act_buffer, 0, n);
     const Tensor pre_nF = save ? row_range(pre_NF, begin, n) : act_nF;
-    affine<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e), pre_nF);
-    gelu_rows<C>(pre_nF, tanh, act_nF);
-    affine<C>(act_nF, expert(w2, e), bias_of(b2, e), row_range(y_ND, begin, n));
+    const auto bias1 = affine_without_bias<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e), pre_nF);
+    gelu_rows<C>(pre_nF, bias1, tanh, act_nF);
+    if (dense) {
+      affine<C>(act_nF, expert(w2, e), bias_of(b2, e), view_at(y_TD, e * T * D, {T, D}, {D, 1}));
+    } else {
+      const Tensor y_nD = row_range(y_buffer, 0, n);
+      const auto bias2 = affine_without_bias<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
+      groups.add_rows<C>(y_nD, bias2, weights, e, y_TD);
+    }
   }
-  if (groups.is_dense) return {view_at(y_ND, 0, {E, T, D}, {T * D, D, 1}), pre_NF, groups.order_N, groups.offsets_E};
-  const Tensor y_TD = new_tensor({T, D}, code);
-  groups.sum_over_experts(y_ND, Dense<C>(weights_TK), y_TD);
-  return {y_TD, pre_NF, groups.order_N, groups.offsets_E};
+  return {dense ? y_TD : rounded(y_TD, code), pre_NF, groups.order_N, groups.offsets_E};
 }
 
 enum Need { kX = 1, kWeights = 2, kW1 = 4, kB1 = 8, kW2 = 16, kB2 = 32 };
@@ -156,14 +174,17 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
   };
   const Tensor grad_w1 = grad(kW1, {E, F, D}), grad_b1 = grad(kB1, {E, F}), grad_w2 = grad(kW2, {E, D, F});
   const Tensor grad_b2 = grad(kB2, {E, D});
-  const Tensor grad_x_ND = new_tensor({needs & kX ? N : 0, D}, code);
+  const bool direct = groups.is_dense && E == 1;  // the only product is the gradient of x
+  const Tensor grad_x = new_or_empty(needs & kX, {T, D}, direct ? code : code_of<C>());
+  if (needs & kX && !direct) fill_zero(grad_x, 0, T * D);
   const Tensor grad_weights = needs & kWeights ? new_tensor({T, K}, dtype_code(*weights_TK)) : new_tensor({0}, code);
   const auto grad_weights_N = scratch<C>(needs & kWeights ? N : 0);
   const Tensor grad_y_all = torch::stable::contiguous(grad_y);
   const Tensor act_buffer = new_tensor({longest, F}, code), grad_buffer = new_tensor({longest, F}, code);
   const Tensor pre_buffer = new_tensor({saved ? 0 : longest, F}, code);
   const Tensor x_buffer = new_tensor({dense ? 0 : longest, D}, code), y_buffer = new_tensor({dense ? 0 : longest, D}, code);
-  const Dense<C> weights(weights_TK);
+  const Tensor grad_x_buffer = new_tensor({needs & kX && !direct ? longest : 0, D}, code);
+  const Dense<C> weights(weights_TK), nothing(std::nullopt);
 
   for (int64_t e = 0; e < E; ++e) {
     const int64_t begin = groups.begin(e), n = groups.count(e);
@@ -179,7 +200,7 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
     const Tensor pre_nF = row_range(saved ? pre_NF : pre_buffer, saved ? begin : 0, n);
     if (!saved) affine<C>(x_nD, expert(w1, e), bias_of(b1, e), pre_nF);
     const Tensor act_nF = row_range(act_buffer, 0, n), grad_nF = row_range(grad_buffer, 0, n);
-    affine_backward<C>(grad_y_nD, expert(w2, e), grad_nF);
+    mm(grad_y_nD, expert(w2, e), grad_nF);
 
     // One pass from the gradient of the activations to that of the pre-activations. It also makes the activations again,
     // both with the token's weight as a factor; the gradients of that weight, without keeping y; and the biases'.
@@ -217,13 +238,15 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
     if (needs & kB2) reduce_rows(sums2.get(), chunks, D, grad_b2, e);
     if (needs & kW2) mm(transposed(grad_y_nD), act_nF, view_at(grad_w2, e * D * F, {D, F}, {F, 1}));
     if (needs & kW1) mm(transposed(grad_nF), x_nD, view_at(grad_w1, e * F * D, {F, D}, {D, 1}));
-    if (needs & kX) affine_backward<C>(grad_nF, expert(w1, e), row_range(grad_x_ND, begin, n));
+    if (needs & kX) {
+      const Tensor grad_x_nD = direct ? grad_x : row_range(grad_x_buffer, 0, n);
+      mm(grad_nF, expert(w1, e), grad_x_nD);
+      if (!direct) groups.add_rows<C>(grad_x_nD, nothing, nothing, e, grad_x);
+    }
   }
 
-  Tensor grad_x = grad(kX, {T, D});
-  if (needs & kX) groups.sum_over_experts(grad_x_ND, Dense<C>(std::nullopt), grad_x);
   if (needs & kWeights) Rows(grad_weights).wrote(grad_weights_N.get(), 0, N);
-  return {grad_x, grad_weights, grad_w1, grad_b1, grad_w2, grad_b2};
+  return {needs & kX ? rounded(grad_x, code) : new_tensor({0}, code), grad_weights, grad_w1, grad_b1, grad_w2, grad_b2};
 }
 
 Forward gelu_ffn(Tensor x_TD, std::optional<Tensor> ids_TK, std::optional<Tensor> weights_TK, Tensors w1, Tensors b1,

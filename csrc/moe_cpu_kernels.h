@@ -241,16 +241,20 @@ F gelu_cdf(F x, std::type_identity_t<F>* derivative) {
 }
 
 template <class L, bool kTanh, class T = typename L::T>
-void gelu_of(const T* pre, int64_t n, T* out) {
+void gelu_of(const T* x, const T* bias, int64_t n, T* pre, T* out) {
   for_lanes<L>(n, [&](int64_t i, auto lanes) MOE_ZERO_INLINE {
-    const auto x = load<L>(pre + i, lanes);
-    store<L>(out + i, L::mul(x, gelu_cdf<L, kTanh, false>(x, nullptr)), lanes);
+    auto value = load<L>(x + i, lanes);
+    if (bias) {
+      value = L::add(value, load<L>(bias + i, lanes));
+      store<L>(pre + i, value, lanes);
+    }
+    store<L>(out + i, L::mul(value, gelu_cdf<L, kTanh, false>(value, nullptr)), lanes);
   });
 }
 
 template <class L, class T = typename L::T>
-void gelu(const T* pre, int64_t n, bool tanh, T* out) {
-  tanh ? gelu_of<L, true>(pre, n, out) : gelu_of<L, false>(pre, n, out);
+void gelu(const T* x, const T* bias, int64_t n, bool tanh, T* pre, T* out) {
+  tanh ? gelu_of<L, true>(x, bias, n, pre, out) : gelu_of<L, false>(x, bias, n, pre, out);
 }
 
 template <class L, bool kTanh, class T = typename L::T>

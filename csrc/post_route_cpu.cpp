@@ -18,14 +18,15 @@ std::tuple<Tensor, Tensor> up_forward(const Tensor& x_RD, int64_t Q, const Tenso
   const Dense<C> folded(folded_EF);
   for (int64_t e = 0; e < E; ++e) {
     const Tensor pre_RF = view_at(pre_ERF, e * R * F, {R, F}, {F, 1});
-    affine<C>(x_RD, expert(w1, e), bias_of(b1, e), pre_RF);
+    const auto bias = affine_without_bias<C>(x_RD, expert(w1, e), bias_of(b1, e), pre_RF);
     const Rows pre(pre_RF);
     parallel(G, 4 * Q * F, [&](int64_t begin, int64_t end) {
       const auto buffer = scratch<C>(F), act = scratch<C>(F);
       for (int64_t g = begin; g < end; ++g) {
         C sum = 0;
         for (int64_t r = g * Q; r < (g + 1) * Q; ++r) {
-          kernels.gelu(pre.template read<C>(r * F, F, buffer.get()), F, tanh, act.get());
+          kernels.gelu(pre.template read<C>(r * F, F, buffer.get()), bias.get(), F, tanh,
+                       pre.template target<C>(r * F, buffer.get()), act.get());
           sum += kernels.dot(act.get(), folded.get() + e * F, F);
         }
         logits[g * E + e] = sum / static_cast<C>(Q);
@@ -89,7 +90,7 @@ Grads up_backward(const std::optional<Tensor>& grad_logits_GE, const std::option
     if (needs & kW1) mm(transposed(inner_RF), x_RD, view_at(grad_w1, e * F * D, {F, D}, {D, 1}));
     if (!(needs & kX)) continue;
     if (e == 0) {
-      affine_backward<C>(inner_RF, expert(w1, e), grad_x);
+      mm(inner_RF, expert(w1, e), grad_x);
     } else {
       STABLE_TORCH_ERROR_CODE_CHECK(
           aoti_torch_cpu_addmm_out(grad_x.get(), grad_x.get(), inner_RF.get(), expert(w1, e).get(), 1.0, 1.0));
@@ -139,17 +140,19 @@ Tensor down_forward(const Tensor& pre_EGQF, const Tensor& groups_S, const Tensor
       for (int64_t i = begin; i < end; ++i) {
         const int64_t source = ((e * G + chosen.groups[places[i / Q]]) * Q + i % Q) * F;
         C* const target = act.template target<C>(i * F, out.get());
-        moe_kernels<C>().gelu(pre.template read<C>(source, F, in.get()), F, tanh, target);
+        moe_kernels<C>().gelu(pre.template read<C>(source, F, in.get()), nullptr, F, tanh, nullptr, target);
         act.wrote(target, i * F, F);
       }
     });
-    affine<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
+    const auto bias = affine_without_bias<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
     parallel(rows, 2 * D, [&](int64_t begin, int64_t end) {
       const auto in = scratch<C>(D), out = scratch<C>(D);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t s = places[i / Q], place = (s * Q + i % Q) * D;
         C* const target = y.template target<C>(place, out.get());
-        moe_kernels<C>().scale(product.template read<C>(i * D, D, in.get()), weights ? weights[s] : 1, D, target);
+        const C weight = weights ? weights[s] : 1;
+        moe_kernels<C>().scale(product.template read<C>(i * D, D, in.get()), weight, D, target);
+        if (bias) moe_kernels<C>().add_scaled(bias.get(), weight, D, target);
         y.wrote(target, place, D);
       }
     });
@@ -173,7 +176,7 @@ Grads down_backward(const Tensor& grad_y, const Tensor& pre_EGQF, const Tensor& 
                     new_or_empty(needs & kWeights, {S}, weights_S ? dtype_code(*weights_S) : code),
                     new_or_empty(needs & kW2, {E, D, F}, code), new_or_empty(needs & kB2, {E, D}, code)};
   const auto& [grad_pre, grad_weights, grad_w2, grad_b2] = grads;
-  if (needs & kPre) parallel(E * G, Q * F, [&](int64_t begin, int64_t end) { fill_zero(grad_pre, begin * Q * F, (end - begin) * Q * F); });
+  if (needs & kPre) fill_zero(grad_pre, 0, E * G * Q * F);
   const Rows pre(pre_EGQF), pre_out(grad_pre);
   const Rows grad_rows(torch::stable::contiguous(grad_y));
   const int64_t longest = chosen.longest() * Q;
@@ -199,7 +202,7 @@ Grads down_backward(const Tensor& grad_y, const Tensor& pre_EGQF, const Tensor& 
         }
       }
     });
-    affine_backward<C>(y_nD, expert(w2, e), inner_nF);
+    mm(y_nD, expert(w2, e), inner_nF);
     const Dense<C> bias(needs & kWeights ? bias_of(b2, e) : std::nullopt);
     // Threads share the rows q: a pair that is chosen twice then adds to the same row in one thread, in order.
     parallel(Q, 8 * n * F, [&](int64_t begin, int64_t end) {

@@ -1,6 +1,10 @@
 // What the experts' operators share: rows of torch::stable tensors as fp32 or fp64, new tensors, threads.
 #pragma once
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -25,6 +29,16 @@ void parallel(int64_t n, int64_t cost, const Body& body) {
   torch::stable::parallel_for(0, n, std::max<int64_t>(1, (int64_t{1} << 17) / std::max<int64_t>(1, cost)), body);
 }
 
+// Fresh memory costs a page fault every 4 KiB, which can be a third of an operator's time: asks Linux for pages of 2 MiB.
+inline void ask_for_huge_pages(void* data, int64_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 4096;
+  if (bytes < int64_t{4} << 20) return;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data), begin = address / kPage * kPage;
+  madvise(reinterpret_cast<void*>(begin), (address + bytes + kPage - 1) / kPage * kPage - begin, MADV_HUGEPAGE);
+#endif
+}
+
 inline Tensor new_tensor(const std::vector<int64_t>& sizes, int32_t dtype_code) {
   int64_t strides[8], stride = 1;
   for (size_t d = sizes.size(); d-- > 0;) {
@@ -34,7 +48,9 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, int32_t dtype_code) 
   AtenTensorHandle out;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides,
                                                          dtype_code, aoti_torch_device_type_cpu(), 0, &out));
-  return Tensor(out);
+  const Tensor tensor(out);
+  ask_for_huge_pages(tensor.data_ptr(), stride * static_cast<int64_t>(tensor.element_size()));
+  return tensor;
 }
 
 // What an operator returns in the place of a gradient that nobody needs has no elements.
