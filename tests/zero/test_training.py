@@ -166,8 +166,8 @@ def counted_norms():
         torch.linalg.vector_norm = norm
 
 
-def squares_case(options, changes):
-    sharded, reference = pair(**options)
+def squares_case(tags, changes):
+    sharded, reference = pair(**({"group_fn": no_decay} if tags else {}))
     with counted_norms() as read:
         for micro_batches in (1, 3):
             sharded.zero_grad()
@@ -197,7 +197,7 @@ def squares_case(options, changes):
 @pytest.mark.parametrize("tags", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_norm_needs_no_second_look_at_unchanged_gradients(world_size, tags, changes, on_ranks):
-    on_ranks(world_size, squares_case, {"group_fn": no_decay} if tags else {}, changes)
+    on_ranks(world_size, squares_case, tags, changes)
 
 
 def offload_case(compute_dtype):
