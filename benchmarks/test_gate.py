@@ -51,5 +51,7 @@ def test_gate(benchmark, rival, shape, experts, mode):
     x = torch.randn(*shape, HIDDEN, device=DEVICE, requires_grad=True)
     router = torch.randn(experts, HIDDEN, device=DEVICE, requires_grad=True)
     run = RIVALS[rival]
-    torch.testing.assert_close(forward(run, x, router, 2)[0], gate_reference(x, router, 2, renormalize=True).weights)
+    # Logits of 20 and more, summed in another order, move a probability by some 1e-5.
+    expected = gate_reference(x, router, 2, renormalize=True).weights
+    torch.testing.assert_close(forward(run, x, router, 2)[0], expected, atol=1e-4, rtol=1e-4)
     benchmark.pedantic(mode, args=(run, x, router, 2), rounds=ROUNDS, warmup_rounds=2)
