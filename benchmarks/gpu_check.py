@@ -243,7 +243,7 @@ def time_gelu_ffn(check: Check, timer: Timer) -> None:
 def time_small_operators(check: Check, timer: Timer) -> None:
     import torch
 
-    from moe_zero.benchmarks import test_beam_step, test_combine, test_gate
+    from moe_zero.benchmarks import test_beam_moe, test_combine, test_gate
 
     device = "cuda" if timer.cuda else "cpu"
     D = 768 if timer.cuda else 32
@@ -263,29 +263,27 @@ def time_small_operators(check: Check, timer: Timer) -> None:
     scores = torch.rand(B, J, device=device)
     probs = torch.randn(B * J, R, device=device).softmax(-1)
     routes = torch.randint(0, R, (B, J, 3), device=device)
-    names = [name for name in test_beam_step.RIVALS if name != "loop over samples"]
-    rivals = {n: lambda r=test_beam_step.RIVALS[n]: r(scores, probs, J, routes) for n in names}
+    names = [name for name in test_beam_moe.STEPS if name != "loop over samples"]
+    rivals = {n: lambda r=test_beam_moe.STEPS[n]: r(scores, probs, J, routes) for n in names}
     time_rivals(check, timer, f"beam_step, B={B} J={J} R={R}", probs.numel() * 4, 0, rivals)
 
 
 def time_post_route(check: Check, timer: Timer) -> None:
     import torch
 
-    from moe_zero.benchmarks import test_gelu_ffn as suite
+    from moe_zero.benchmarks import test_beam_moe as suite
 
     device, G, Q, E = ("cuda", 128, 32, 8) if timer.cuda else ("cpu", 2, 4, 8)
-    D, F = suite.HIDDEN, suite.WIDTH
-    _, _, _, *params = suite.inputs(1, torch.bfloat16, experts=E)
-    x = torch.randn(G, Q, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-    gate = torch.randn(D, device=device, dtype=torch.bfloat16, requires_grad=True)
-    operations = 2 * G * Q * D * F * (E + 2)
-    for mode, scale in ((suite.forward, 1), (suite.forward_backward, 3)):
-        rivals = {
-            "ours": lambda m=mode: m(suite.post_route, x, gate, *params),
-            "all products": lambda m=mode: m(suite.all_second_products, x, gate, *params),
-        }
-        label = f"post-route {mode.__name__}, {G} groups of {Q}, E={E}, best 2"
-        time_rivals(check, timer, label, scale * E * 2 * D * F * 2, scale * operations, rivals)
+    if not timer.cuda:
+        suite.HIDDEN, suite.WIDTH = 32, 64
+    params = suite.parameters(torch.bfloat16)
+    x = torch.randn(G, Q, suite.HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.randn(suite.HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight_bytes, operations = sum(p.nbytes for p in params), 2 * G * Q * suite.HIDDEN * suite.WIDTH * (E + 2)
+    for (mode, run), scale in zip(suite.MODES.items(), (1, 3), strict=True):
+        rivals = {n: lambda m=run, r=r: m(r, x, gate, *params) for n, r in suite.POST_ROUTES.items()}
+        label = f"post-route {mode}, {G} groups of {Q}, E={E}, best 2"
+        time_rivals(check, timer, label, scale * weight_bytes, scale * operations, rivals)
 
 
 def time_qformer(check: Check, timer: Timer) -> None:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from moe_zero.benchmarks.device import DEVICE, synchronize
 from moe_zero.ops.gelu_ffn import gelu_ffn, gelu_ffn_reference
-from moe_zero.ops.post_route import post_route_logits, post_route_outputs
 
 HIDDEN, WIDTH = (768, 3072) if DEVICE == "cuda" else (384, 1536)
 EXPERTS, PER_TOKEN = 8, 2
@@ -178,40 +177,6 @@ def test_forward_backward(benchmark, rival, tokens, dtype):
         f"gelu_ffn forward + backward, T={tokens} E={EXPERTS} K={PER_TOKEN} D={HIDDEN} F={WIDTH}, {dtype}, {DEVICE}"
     )
     measure(benchmark, forward_backward, *rival_or_skip(rival, tokens, dtype))
-
-
-def post_route(x_GQD, gate_D, w1, b1, w2, b2):
-    """Logits from the first product; the second for the best two experts of each group alone."""
-    logits, hidden = post_route_logits(x_GQD, gate_D, w1, b1, w2, b2)
-    p, experts = logits.softmax(-1).topk(2)
-    groups = torch.arange(len(x_GQD), device=x_GQD.device).repeat_interleave(2)
-    return post_route_outputs(hidden, groups, experts.flatten(), p.flatten(), w2, b2)
-
-
-def all_second_products(x_GQD, gate_D, w1, b1, w2, b2):
-    """Every expert to its end, then the choice."""
-    y = torch.stack([F.linear(F.gelu(F.linear(x_GQD, *e[:2])), *e[2:]) for e in zip(w1, b1, w2, b2, strict=True)], 1)
-    p, experts = (y.mean(2) @ gate_D).softmax(-1).topk(2)
-    chosen = y.take_along_dim(experts[:, :, None, None], 1) * p[:, :, None, None]
-    return chosen.flatten(0, 1)
-
-
-POST_ROUTE_RIVALS = {"ours": post_route, "all second products": all_second_products}
-
-
-@pytest.mark.parametrize("rival", POST_ROUTE_RIVALS)
-@pytest.mark.parametrize("mode", ["forward", "forward + backward"])
-def test_post_route(benchmark, rival, mode):
-    groups, rows = 16, 32
-    benchmark.group = f"post-route {mode}, {groups} groups of {rows} rows, E={EXPERTS}, best 2, fp32, {DEVICE}"
-    _, _, _, *params = inputs(1, torch.float32)
-    x = torch.randn(groups, rows, HIDDEN, device=DEVICE, requires_grad=True)
-    gate = torch.randn(HIDDEN, device=DEVICE, requires_grad=True)
-    arguments = (x, gate, *params)
-    expected = all_second_products(*arguments)
-    run = POST_ROUTE_RIVALS[rival]
-    assert (run(*arguments) - expected).norm() < 1e-4 * expected.norm()
-    measure(benchmark, forward if mode == "forward" else forward_backward, run, *arguments)
 
 
 PEAK = """

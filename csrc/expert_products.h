@@ -1,7 +1,7 @@
 // What the operators on the experts' weights share: parameters in a stack or a list, views, products.
 //
-// Products are torch's (MKL, oneDNN), but for a handful of fp32 rows times transposed weights, which MKL would pack at more
-// cost than the product's.
+// Products are torch's (MKL, oneDNN), but for a handful of rows times transposed weights, which MKL would pack at more cost
+// than the product's.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -9,8 +9,13 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "torch_rows.h"
+
+#ifdef MOE_ZERO_X86_KERNELS
+#include <cpuid.h>
+#endif
 
 namespace moe_zero {
 
@@ -49,37 +54,79 @@ inline Tensor expert(const Tensors& weights, int64_t e) {
   return view_at(all, e * all.stride(0), {sizes.begin() + 1, sizes.end()}, {strides.begin() + 1, strides.end()});
 }
 
-inline void mm(const Tensor& a, const Tensor& b, const Tensor& out) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+// Whether torch multiplies matrices of this dtype at least as fast as fp32 ones. A processor without 16-bit products takes
+// eight times as long over them (measured with AVX2), beside which conversions to fp32 and back are cheap.
+inline bool multiplies_fast(int32_t code) {
+#ifdef MOE_ZERO_X86_KERNELS
+  const bool avx512 = std::string_view(cpu_kernels().name) == "avx512";
+  if (code == aoti_torch_dtype_bfloat16()) return avx512;
+  if (code == aoti_torch_dtype_float16()) {
+    static const bool fp16 = [] {
+      unsigned a = 0, b = 0, c = 0, d = 0;
+      return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);  // AVX512-FP16
+    }();
+    return avx512 && fp16;
+  }
+#endif
+  return true;
+}
+
+// A copy in fp32, in the same order in memory.
+inline Tensor widened(const Tensor& tensor) {
+  const bool flipped = tensor.dim() == 2 && tensor.stride(0) < tensor.stride(1);
+  const Tensor& source = flipped ? transposed(tensor) : tensor;
+  Tensor out = new_tensor({source.sizes().begin(), source.sizes().end()}, aoti_torch_dtype_float32());
+  torch::stable::copy_(out, source);
+  return flipped ? transposed(out) : out;
+}
+
+// out = a b (+ added, which is a row of biases or out itself).
+inline void mm(const Tensor& a, const Tensor& b, const Tensor& out, const std::optional<Tensor>& added = std::nullopt) {
+  if (!multiplies_fast(dtype_code(out))) {
+    const Tensor wide = new_tensor({out.size(0), out.size(1)}, aoti_torch_dtype_float32());
+    mm(widened(a), widened(b), wide, added ? std::optional(widened(*added)) : std::nullopt);
+    Tensor target = out;
+    torch::stable::copy_(target, wide);
+  } else if (added) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), added->get(), a.get(), b.get(), 1.0, 1.0));
+  } else {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+  }
 }
 
 inline bool dense_rows(const Tensor& matrix) { return matrix.stride(1) == 1 || matrix.size(1) == 1; }
 
-// out = x w^T + b: [n, in] times [out, in].
-template <typename C>
-void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
-  const bool fp32 = std::is_same_v<C, float> && dtype_code(x) == aoti_torch_dtype_float32();
-  if (fp32 && x.size(0) <= kFewRows && dense_rows(x) && dense_rows(w)) {
-    const int64_t n = x.size(0), width = w.size(0), inner = w.size(1);
-    const MoeKernels<C>& kernels = moe_kernels<C>();
-    const Dense<C> bias(b);
-    const C* rows = static_cast<const C*>(x.const_data_ptr());
-    const C* weights = static_cast<const C*>(w.const_data_ptr());
-    C* const target = static_cast<C*>(out.mutable_data_ptr());
-    constexpr int64_t kBlock = 16;
-    parallel((width + kBlock - 1) / kBlock, kBlock * inner, [&](int64_t begin, int64_t end) {
-      const int64_t first = begin * kBlock, count = std::min(width, end * kBlock) - first;
-      kernels.dot_rows(rows, x.stride(0), n, weights + first * w.stride(0), w.stride(0), count, inner, target + first,
-                       width);
-      for (int64_t i = 0; bias && i < n; ++i) {
-        kernels.add_scaled(bias.get() + first, 1, count, target + i * width + first);
+// out = x w^T + b for a handful of rows, in fp32: what has another dtype is converted in cache, block by block.
+inline void affine_of_few_rows(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
+  constexpr int64_t kBlock = 16;
+  const int64_t n = x.size(0), width = w.size(0), inner = w.size(1);
+  const MoeKernels<float>& kernels = moe_kernels<float>();
+  const Dense<float> rows(x), bias(b);
+  const Rows weights(w), target(out);
+  const bool direct = weights.direct<float>();
+  parallel((width + kBlock - 1) / kBlock, kBlock * inner, [&](int64_t begin, int64_t end) {
+    const auto buffer = scratch<float>(direct ? 0 : kBlock * inner), sums = scratch<float>(n * kBlock);
+    for (int64_t first = begin * kBlock; first < std::min(width, end * kBlock); first += kBlock) {
+      const int64_t count = std::min(kBlock, width - first), start = first * w.stride(0);
+      const float* const block = weights.read<float>(start, 0, buffer.get());
+      for (int64_t j = 0; !direct && j < count; ++j) {
+        weights.read_into(start + j * w.stride(0), inner, buffer.get() + j * inner);
       }
-    });
-    return;
-  }
-  if (!b) return mm(x, transposed(w), out);
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_cpu_addmm_out(out.get(), b->get(), x.get(), transposed(w).get(), 1.0, 1.0));
+      kernels.dot_rows(rows.get(), inner, n, block, direct ? w.stride(0) : inner, count, inner, sums.get(), kBlock);
+      for (int64_t i = 0; i < n; ++i) {
+        if (bias) kernels.add_scaled(bias.get() + first, 1, count, sums.get() + i * kBlock);
+        target.wrote(sums.get() + i * kBlock, i * width + first, count);
+      }
+    }
+  });
+}
+
+// out = x w^T + b: [n, in] times [out, in].
+inline void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
+  const int32_t code = dtype_code(x);
+  const bool ours = code == aoti_torch_dtype_float32() || !multiplies_fast(code);
+  if (ours && x.size(0) <= kFewRows && dense_rows(w)) return affine_of_few_rows(x, w, b, out);
+  mm(x, transposed(w), out, b);
 }
 
 // The same, but that the bias is left to the caller's own pass over `out`, which gets it here: torch would add it in a
@@ -87,7 +134,7 @@ void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, co
 template <typename C>
 Dense<C> affine_without_bias(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
   const bool leaves = dtype_code(out) == code_of<C>();
-  affine<C>(x, w, leaves ? std::nullopt : b, out);
+  affine(x, w, leaves ? std::nullopt : b, out);
   return Dense<C>(leaves ? b : std::nullopt);
 }
 

@@ -147,7 +147,7 @@ Forward forward(const Tensor& x_TD, const std::optional<Tensor>& ids_TK, const s
     const auto bias1 = affine_without_bias<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e), pre_nF);
     gelu_rows<C>(pre_nF, bias1, tanh, act_nF);
     if (dense) {
-      affine<C>(act_nF, expert(w2, e), bias_of(b2, e), view_at(y_TD, e * T * D, {T, D}, {D, 1}));
+      affine(act_nF, expert(w2, e), bias_of(b2, e), view_at(y_TD, e * T * D, {T, D}, {D, 1}));
     } else {
       const Tensor y_nD = row_range(y_buffer, 0, n);
       const auto bias2 = affine_without_bias<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
@@ -198,7 +198,7 @@ Backward backward(const Tensor& grad_y, const Tensor& x_TD, const std::optional<
     const Tensor x_nD = groups.gather(x_TD, e, x_buffer);
     const Tensor grad_y_nD = dense ? view_at(grad_y_all, e * T * D, {T, D}, {D, 1}) : groups.gather(grad_y_all, e, y_buffer);
     const Tensor pre_nF = row_range(saved ? pre_NF : pre_buffer, saved ? begin : 0, n);
-    if (!saved) affine<C>(x_nD, expert(w1, e), bias_of(b1, e), pre_nF);
+    if (!saved) affine(x_nD, expert(w1, e), bias_of(b1, e), pre_nF);
     const Tensor act_nF = row_range(act_buffer, 0, n), grad_nF = row_range(grad_buffer, 0, n);
     mm(grad_y_nD, expert(w2, e), grad_nF);
 

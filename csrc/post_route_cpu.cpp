@@ -89,12 +89,7 @@ Grads up_backward(const std::optional<Tensor>& grad_logits_GE, const std::option
     if (needs & kFolded) reduce_rows(sums_folded.get(), G, F, grad_folded, e);
     if (needs & kW1) mm(transposed(inner_RF), x_RD, view_at(grad_w1, e * F * D, {F, D}, {D, 1}));
     if (!(needs & kX)) continue;
-    if (e == 0) {
-      mm(inner_RF, expert(w1, e), grad_x);
-    } else {
-      STABLE_TORCH_ERROR_CODE_CHECK(
-          aoti_torch_cpu_addmm_out(grad_x.get(), grad_x.get(), inner_RF.get(), expert(w1, e).get(), 1.0, 1.0));
-    }
+    mm(inner_RF, expert(w1, e), grad_x, e > 0 ? std::optional(grad_x) : std::nullopt);
   }
   return grads;
 }
