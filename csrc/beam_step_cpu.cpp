@@ -31,7 +31,8 @@ Beams beam_step_of(const std::optional<Tensor>& parent_scores_BJ, const Tensor& 
   int64_t* const experts = static_cast<int64_t*>(experts_BK.data_ptr());
   int64_t* const new_routes = static_cast<int64_t*>(routes_BKL.data_ptr());
 
-  parallel(B, candidates * (16 + 2 * std::min<int64_t>(K, 8)), [&](int64_t begin, int64_t end) {
+  // A logarithm and an exponential take as long as reading 80 elements.
+  parallel(B, candidates * (80 + 2 * std::min<int64_t>(K, 8)), [&](int64_t begin, int64_t end) {
     const auto scored = scratch<C>(candidates);
     const auto best = scratch<int64_t>(kept);
     TopK<C> top_k(candidates);
