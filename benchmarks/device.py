@@ -8,10 +8,18 @@ from pathlib import Path
 
 import torch
 
+from moe_zero.doctor import cpu_multiplies_bf16
+
 STATUS = Path("/proc/self/status")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 waits = True
 """False where CUDA events time the work: a host that waits would add its own idle time, and cannot be captured."""
+
+
+def multiplies_bf16() -> bool:
+    """Whether a whole model in bf16 is worth measuring: without instructions for it, products take eight times as long
+    as fp32 ones."""
+    return DEVICE == "cuda" or cpu_multiplies_bf16()
 
 
 def synchronize() -> None:

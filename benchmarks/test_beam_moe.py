@@ -1,5 +1,5 @@
-"""Experts routed by beam search, on the CPU or a GPU: one step of the search, the choice of experts by what they produce,
-and the whole routed layer, each against what published code does and against batched PyTorch.
+"""Experts routed by beam search, on the CPU or a GPU: one step of the search, the choice of experts by what they
+produce, and the whole routed layer, each against what published code does and against batched PyTorch.
 """
 
 import pytest
@@ -134,7 +134,9 @@ LAYERS = {
 @pytest.mark.parametrize("rival", LAYERS)
 def test_layer(benchmark, rival, mode):
     samples, beams = 4, EXPERTS
-    benchmark.group = f"BeamMoE {mode}, {samples} samples of {beams} beams, {QUERIES} rows each, E={EXPERTS}, fp32, {DEVICE}"
+    benchmark.group = (
+        f"BeamMoE {mode}, {samples} samples of {beams} beams, {QUERIES} rows each, E={EXPERTS}, fp32, {DEVICE}"
+    )
     torch.manual_seed(0)
     layer = BeamMoE(HIDDEN, WIDTH, EXPERTS, beams).to(DEVICE)
     x = torch.randn(samples * beams, QUERIES, HIDDEN, device=DEVICE, requires_grad=True)

@@ -216,8 +216,12 @@ def draw(results: list[dict], small: bool, file: str) -> None:
 
 
 def main() -> None:
+    from moe_zero.benchmarks.device import multiplies_bf16
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, help="default: all, but bf16 only where the processor multiplies it"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
@@ -233,6 +237,8 @@ def main() -> None:
             print(json.dumps(result), flush=True)
         dist.destroy_process_group()
         return
+    if args.methods is None:
+        args.methods = [method for method in METHODS if multiplies_bf16() or not method.endswith("bf16")]
     if args.plot:
         results = run_all([("zero3", ranks) for ranks in range(1, 5)], args)
         draw(results, args.small, args.plot)

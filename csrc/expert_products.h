@@ -38,6 +38,10 @@ inline Tensor row_range(const Tensor& matrix, int64_t begin, int64_t n) {
   return view_at(matrix, begin * matrix.stride(0), {n, matrix.size(1)}, {matrix.stride(0), matrix.stride(1)});
 }
 
+inline Tensor column_range(const Tensor& matrix, int64_t begin, int64_t n) {
+  return view_at(matrix, begin * matrix.stride(1), {matrix.size(0), n}, {matrix.stride(0), matrix.stride(1)});
+}
+
 inline Tensor transposed(const Tensor& matrix) {
   return view_at(matrix, 0, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
 }
@@ -56,6 +60,10 @@ inline Tensor expert(const Tensors& weights, int64_t e) {
 
 // Whether torch multiplies matrices of this dtype at least as fast as fp32 ones. A processor without 16-bit products takes
 // eight times as long over them (measured with AVX2), beside which conversions to fp32 and back are cheap.
+inline bool is_16_bit(int32_t code) {
+  return code == aoti_torch_dtype_bfloat16() || code == aoti_torch_dtype_float16();
+}
+
 inline bool multiplies_fast(int32_t code) {
 #ifdef MOE_ZERO_X86_KERNELS
   const bool avx512 = std::string_view(cpu_kernels().name) == "avx512";
@@ -80,18 +88,38 @@ inline Tensor widened(const Tensor& tensor) {
   return flipped ? transposed(out) : out;
 }
 
+// Columns or rows of a product that one thread computes at the least.
+inline constexpr int64_t kPart = 64;
+
 // out = a b (+ added, which is a row of biases or out itself).
 inline void mm(const Tensor& a, const Tensor& b, const Tensor& out, const std::optional<Tensor>& added = std::nullopt) {
-  if (!multiplies_fast(dtype_code(out))) {
+  const int32_t code = dtype_code(out);
+  if (!multiplies_fast(code)) {
     const Tensor wide = new_tensor({out.size(0), out.size(1)}, aoti_torch_dtype_float32());
     mm(widened(a), widened(b), wide, added ? std::optional(widened(*added)) : std::nullopt);
     Tensor target = out;
     torch::stable::copy_(target, wide);
-  } else if (added) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), added->get(), a.get(), b.get(), 1.0, 1.0));
-  } else {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+    return;
   }
+  const auto product = [&](const Tensor& a, const Tensor& b, const Tensor& out, const Tensor* added) {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        added ? aoti_torch_cpu_addmm_out(out.get(), added->get(), a.get(), b.get(), 1.0, 1.0)
+              : aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+  };
+  // MKL divides a product of few rows or columns badly among threads: up to 1.5 times as fast (measured) is a product for
+  // each thread.
+  const int64_t rows = out.size(0), width = out.size(1);
+  const bool by_rows = rows > width;
+  const int64_t parts = added || is_16_bit(code) ? 1 : (by_rows ? rows : width) / kPart;
+  if (parts < 2) return product(a, b, out, added ? &*added : nullptr);
+  parallel(parts, kPart * std::min(rows, width) * a.size(1) / 4, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kPart, count = (end == parts ? (by_rows ? rows : width) : end * kPart) - first;
+    if (by_rows) {
+      product(row_range(a, first, count), b, row_range(out, first, count), nullptr);
+    } else {
+      product(a, column_range(b, first, count), column_range(out, first, count), nullptr);
+    }
+  });
 }
 
 inline bool dense_rows(const Tensor& matrix) { return matrix.stride(1) == 1 || matrix.size(1) == 1; }
