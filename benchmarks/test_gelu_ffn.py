@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_zero.benchmarks.device import DEVICE, synchronize
+from moe_zero.benchmarks.device import DEVICE, multiplies_bf16, synchronize
 from moe_zero.ops.gelu_ffn import gelu_ffn, gelu_ffn_reference
 
 HIDDEN, WIDTH = (768, 3072) if DEVICE == "cuda" else (384, 1536)
@@ -141,6 +141,8 @@ def arguments_of(name: str, arguments: tuple) -> tuple:
 
 def rival_or_skip(name: str, tokens: int, dtype: torch.dtype) -> tuple:
     """A rival and its arguments, after a look at its result."""
+    if dtype == torch.bfloat16 and tokens > 64 and not multiplies_bf16():
+        pytest.skip("this processor has no bf16 products: most rivals would take minutes")
     if name == "transformers batched_mm" and tokens > 64:
         pytest.skip("copies the weights once per pair of token and expert: does not fit in memory")
     if name.startswith("transformers"):
