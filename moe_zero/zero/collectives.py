@@ -27,7 +27,7 @@ from moe_zero.ops.flat import sum_rows
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 """Of the rows that are packed, exchanged and summed at a time, on a CPU. A collective call for each costs little, and
 memory that is written again is not fetched from the system again."""
 
