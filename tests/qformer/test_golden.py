@@ -81,6 +81,7 @@ def test_autocast_is_close_to_fp32_where_routes_agree(case, dtype):
     assert error <= 2e-2
 
 
+@pytest.mark.slow
 def test_traced_whole_passes():
     """No graph break and the same figures; that the generated code computes the same is in test_model.py."""
     case = GoldenCase.load(GOLDEN / "uniroute_e5_b3_padded.safetensors")

@@ -257,6 +257,7 @@ def test_keys_and_values_of_the_image_are_projected_once_per_sample():
     assert shapes == [(B, P, SMALL.encoder_width)] * len(model.config.cross_attention_layers)
 
 
+@pytest.mark.slow
 def test_compiled_model_equals_eager():
     model = build(num_hidden_layers=2, moe_layers=(0, 1))  # beams begin and merge
     batch = inputs(model)

@@ -204,6 +204,7 @@ t.save_checkpoint_async(sys.argv[2], *parts, {"next_step": 0})
 """
 
 
+@pytest.mark.slow
 def test_the_exit_of_the_process_waits_for_the_checkpoint(on_ranks, tmp_path):
     command = [sys.executable, "-c", EXITS, str(Path(__file__).parent), str(tmp_path)]
     subprocess.run(command, check=True, timeout=120)
@@ -353,6 +354,7 @@ def assert_whole(step, values):
     assert float(step) in values and values <= {float(step), 0.0, 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_killed_at_any_moment_leave_a_checkpoint_that_loads(asynchronous, fresh_ranks, on_ranks, tmp_path):
     generator = random.Random(0)
