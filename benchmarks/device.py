@@ -28,6 +28,29 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def forward(run: Callable, *arguments):
+    """The result of ``run``, without a graph for backward."""
+    with torch.no_grad():
+        out = run(*arguments)
+    synchronize()
+    return out
+
+
+def forward_backward(run: Callable, *arguments) -> None:
+    """``run`` and the gradients of its arguments: leaves, or lists of leaves."""
+    for argument in arguments:
+        for leaf in argument if isinstance(argument, list) else [argument]:
+            leaf.grad = None
+    run(*arguments).float().square().mean().backward()
+    synchronize()
+
+
+def expert_parameters(experts: int, hidden: int, width: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Weights and biases of all experts' two products, stacked."""
+    shapes = ((experts, width, hidden), (experts, width), (experts, hidden, width), (experts, hidden))
+    return [(torch.randn(s, device=DEVICE) * s[-1] ** -0.5).to(dtype).requires_grad_() for s in shapes]
+
+
 def peak_mib() -> float:
     """The most memory that this process has had resident, in MiB.
 

@@ -274,12 +274,11 @@ def time_post_route(check: Check, timer: Timer) -> None:
     from moe_zero.benchmarks import test_beam_moe as suite
 
     device, G, Q, E = ("cuda", 128, 32, 8) if timer.cuda else ("cpu", 2, 4, 8)
-    if not timer.cuda:
-        suite.HIDDEN, suite.WIDTH = 32, 64
-    params = suite.parameters(torch.bfloat16)
-    x = torch.randn(G, Q, suite.HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
-    gate = torch.randn(suite.HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight_bytes, operations = sum(p.nbytes for p in params), 2 * G * Q * suite.HIDDEN * suite.WIDTH * (E + 2)
+    D, F = (suite.HIDDEN, suite.WIDTH) if timer.cuda else (32, 64)
+    params = suite.expert_parameters(E, D, F, torch.bfloat16)
+    x = torch.randn(G, Q, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.randn(D, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight_bytes, operations = sum(p.nbytes for p in params), 2 * G * Q * D * F * (E + 2)
     for (mode, run), scale in zip(suite.MODES.items(), (1, 3), strict=True):
         rivals = {n: lambda m=run, r=r: m(r, x, gate, *params) for n, r in suite.POST_ROUTES.items()}
         label = f"post-route {mode}, {G} groups of {Q}, E={E}, best 2"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_zero.benchmarks.device import DEVICE, synchronize
+from moe_zero.benchmarks.device import DEVICE, expert_parameters, forward, forward_backward
 from moe_zero.layers import BeamMoE
 from moe_zero.layers.beam import BeamState
 from moe_zero.ops.beam_step import BeamStep, beam_step, beam_step_reference
@@ -15,20 +15,6 @@ from moe_zero.ops.post_route import post_route_logits, post_route_outputs
 HIDDEN, WIDTH = (768, 3072) if DEVICE == "cuda" else (384, 1536)
 EXPERTS, QUERIES = 8, 32
 ROUNDS = 100 if DEVICE == "cuda" else 15
-
-
-def forward(run, *arguments):
-    with torch.no_grad():
-        out = run(*arguments)
-    synchronize()
-    return out
-
-
-def forward_backward(run, *arguments):
-    for leaf in arguments:
-        leaf.grad = None
-    run(*arguments).square().mean().backward()
-    synchronize()
 
 
 MODES = {"forward": forward, "forward + backward": forward_backward}
@@ -66,13 +52,6 @@ def test_beam_step(benchmark, rival, samples, beams, experts):
     benchmark.pedantic(forward, args=arguments, rounds=2 * ROUNDS, warmup_rounds=3)
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Weights and biases of all experts, stacked."""
-    torch.manual_seed(0)
-    shapes = ((EXPERTS, WIDTH, HIDDEN), (EXPERTS, WIDTH), (EXPERTS, HIDDEN, WIDTH), (EXPERTS, HIDDEN))
-    return [(torch.randn(s, device=DEVICE) * s[-1] ** -0.5).to(dtype).requires_grad_() for s in shapes]
-
-
 def post_route(x_GQD, gate_D, w1, b1, w2, b2):
     """Logits from the first product; the second for the best two experts of each group alone."""
     logits, hidden = post_route_logits(x_GQD, gate_D, w1, b1, w2, b2)
@@ -97,7 +76,8 @@ POST_ROUTES = {"ours": post_route, "all second products": all_second_products}
 def test_post_route(benchmark, rival, mode):
     groups = 16
     benchmark.group = f"post-route {mode}, {groups} groups of {QUERIES} rows, E={EXPERTS}, best 2, fp32, {DEVICE}"
-    params = parameters()
+    torch.manual_seed(0)
+    params = expert_parameters(EXPERTS, HIDDEN, WIDTH)
     x = torch.randn(groups, QUERIES, HIDDEN, device=DEVICE, requires_grad=True)
     gate = torch.randn(HIDDEN, device=DEVICE, requires_grad=True)
     arguments = (x, gate, *params)

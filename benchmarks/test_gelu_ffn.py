@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_zero.benchmarks.device import DEVICE, multiplies_bf16, synchronize
+from moe_zero.benchmarks.device import DEVICE, expert_parameters, forward, forward_backward, multiplies_bf16
 from moe_zero.ops.gelu_ffn import gelu_ffn, gelu_ffn_reference
 
 HIDDEN, WIDTH = (768, 3072) if DEVICE == "cuda" else (384, 1536)
@@ -25,9 +25,7 @@ def inputs(tokens: int, dtype: torch.dtype, experts: int = EXPERTS) -> tuple:
     x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=dtype, requires_grad=True)
     probs = torch.randn(tokens, experts, device=DEVICE).softmax(-1)
     weights, ids = probs.topk(PER_TOKEN)
-    shapes = ((experts, WIDTH, HIDDEN), (experts, WIDTH), (experts, HIDDEN, WIDTH), (experts, HIDDEN))
-    params = [(torch.randn(s, device=DEVICE) * s[-1] ** -0.5).to(dtype).requires_grad_() for s in shapes]
-    return x, ids, weights.detach().requires_grad_(), *params
+    return x, ids, weights.detach().requires_grad_(), *expert_parameters(experts, HIDDEN, WIDTH, dtype)
 
 
 def loop(x, ids, weights, w1, b1, w2, b2):
@@ -111,21 +109,6 @@ RIVALS = {
     "transformers batched_mm": partial(transformers_backend, "batched_mm"),
     LIGER: liger,
 }
-
-
-def forward(run, *arguments):
-    with torch.no_grad():
-        out = run(*arguments)
-    synchronize()
-    return out
-
-
-def forward_backward(run, *arguments):
-    for argument in arguments:
-        for leaf in argument if isinstance(argument, list) else [argument]:
-            leaf.grad = None
-    run(*arguments).float().square().mean().backward()
-    synchronize()
 
 
 def measure(benchmark, function, *arguments):

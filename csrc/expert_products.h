@@ -58,12 +58,12 @@ inline Tensor expert(const Tensors& weights, int64_t e) {
   return view_at(all, e * all.stride(0), {sizes.begin() + 1, sizes.end()}, {strides.begin() + 1, strides.end()});
 }
 
-// Whether torch multiplies matrices of this dtype at least as fast as fp32 ones. A processor without 16-bit products takes
-// eight times as long over them (measured with AVX2), beside which conversions to fp32 and back are cheap.
 inline bool is_16_bit(int32_t code) {
   return code == aoti_torch_dtype_bfloat16() || code == aoti_torch_dtype_float16();
 }
 
+// Whether torch multiplies matrices of this dtype at least as fast as fp32 ones. A processor without 16-bit products takes
+// eight times as long over them (measured with AVX2), beside which conversions to fp32 and back are cheap.
 inline bool multiplies_fast(int32_t code) {
 #ifdef MOE_ZERO_X86_KERNELS
   const bool avx512 = std::string_view(cpu_kernels().name) == "avx512";
@@ -101,23 +101,24 @@ inline void mm(const Tensor& a, const Tensor& b, const Tensor& out, const std::o
     torch::stable::copy_(target, wide);
     return;
   }
-  const auto product = [&](const Tensor& a, const Tensor& b, const Tensor& out, const Tensor* added) {
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        added ? aoti_torch_cpu_addmm_out(out.get(), added->get(), a.get(), b.get(), 1.0, 1.0)
-              : aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+  if (added) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), added->get(), a.get(), b.get(), 1.0, 1.0));
+    return;
+  }
+  const auto product = [](const Tensor& left, const Tensor& right, const Tensor& result) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(result.get(), left.get(), right.get()));
   };
   // MKL divides a product of few rows or columns badly among threads: up to 1.5 times as fast (measured) is a product for
-  // each thread.
-  const int64_t rows = out.size(0), width = out.size(1);
-  const bool by_rows = rows > width;
-  const int64_t parts = added || is_16_bit(code) ? 1 : (by_rows ? rows : width) / kPart;
-  if (parts < 2) return product(a, b, out, added ? &*added : nullptr);
-  parallel(parts, kPart * std::min(rows, width) * a.size(1) / 4, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kPart, count = (end == parts ? (by_rows ? rows : width) : end * kPart) - first;
+  // each thread. 16-bit products are oneDNN's.
+  const bool by_rows = out.size(0) > out.size(1);
+  const int64_t length = out.size(!by_rows), parts = length / kPart;
+  if (parts < 2 || is_16_bit(code)) return product(a, b, out);
+  parallel(parts, kPart * out.size(by_rows) * a.size(1) / 4, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kPart, count = (end == parts ? length : end * kPart) - first;
     if (by_rows) {
-      product(row_range(a, first, count), b, row_range(out, first, count), nullptr);
+      product(row_range(a, first, count), b, row_range(out, first, count));
     } else {
-      product(a, column_range(b, first, count), column_range(out, first, count), nullptr);
+      product(a, column_range(b, first, count), column_range(out, first, count));
     }
   });
 }
