@@ -88,8 +88,8 @@ def resume(directory, optimizer):
     return train(*parts, range(extra["next_step"], 10))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_resumed_on_any_number_of_ranks_equals_the_uninterrupted_run(optimizer, on_ranks, tmp_path):
     expected = on_ranks(2, save_after_five, tmp_path, optimizer)[0]
     for world_size in (0, 1, 2, 3, 4):
