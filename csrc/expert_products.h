@@ -123,6 +123,33 @@ inline void mm(const Tensor& a, const Tensor& b, const Tensor& out, const std::o
   });
 }
 
+// oneDNN's fp32 product as the compiler of torch calls it. Weak: a build of torch without oneDNN lacks it.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
+    AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, const char* attribute, const double** scalars,
+    int64_t num_scalars, const char** algorithm, AtenTensorHandle* out);
+
+// On AMD's processors oneDNN multiplies fp32 matrices 8 to 15 % faster than MKL (measured on Zen 4).
+inline bool prefers_onednn(const Tensor& x, const Tensor& w) {
+#ifdef MOE_ZERO_X86_KERNELS
+  static const bool amd = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(0, &a, &b, &c, &d) && c == signature_AMD_ecx;
+  }();
+  return amd && aoti_torch_cpu__linear_pointwise && dtype_code(x) == aoti_torch_dtype_float32() &&
+         x.size(0) > kFewRows && w.stride(1) == 1 && w.stride(0) == w.size(1);
+#else
+  return false;
+#endif
+}
+
+// x w^T in a tensor of its own.
+inline Tensor onednn_product(const Tensor& x, const Tensor& w) {
+  AtenTensorHandle out;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cpu__linear_pointwise(x.get(), w.get(), nullptr, "none", nullptr, 0, nullptr, &out));
+  return Tensor(out);
+}
+
 inline bool dense_rows(const Tensor& matrix) { return matrix.stride(1) == 1 || matrix.size(1) == 1; }
 
 // out = x w^T + b for a handful of rows, in fp32: what has another dtype is converted in cache, block by block.
@@ -158,13 +185,21 @@ inline void affine(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   mm(x, transposed(w), out, b);
 }
 
-// The same, but that the bias is left to the caller's own pass over `out`, which gets it here: torch would add it in a
-// pass of its own. A 16-bit product has it added before it is rounded, and leaves none.
+// What the caller's own pass over a product has to read and to add.
 template <typename C>
-Dense<C> affine_without_bias(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
+struct Affine {
+  Tensor rows;
+  Dense<C> bias;
+};
+
+// The same, but that the bias is left to the caller's pass, for torch would add it in a pass of its own, and that the
+// product may lie elsewhere than in `out`. A 16-bit product has the bias added before it is rounded, and leaves none.
+template <typename C>
+Affine<C> affine_without_bias(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, const Tensor& out) {
+  if (prefers_onednn(x, w)) return {onednn_product(x, w), Dense<C>(b)};
   const bool leaves = dtype_code(out) == code_of<C>();
   affine(x, w, leaves ? std::nullopt : b, out);
-  return Dense<C>(leaves ? b : std::nullopt);
+  return {out, Dense<C>(leaves ? b : std::nullopt)};
 }
 
 // Adds up `count` rows of sums, in order and in place, and writes the result to row e of out.

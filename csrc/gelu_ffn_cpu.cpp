@@ -108,14 +108,14 @@ inline Tensor rounded(const Tensor& sum_TD, int32_t code) {
 }
 
 template <typename C>
-void gelu_rows(const Tensor& pre_nF, const Dense<C>& bias, bool tanh, const Tensor& act_nF) {
-  const Rows pre(pre_nF), act(act_nF);
+void gelu_rows(const Affine<C>& product, bool tanh, const Tensor& pre_nF, const Tensor& act_nF) {
+  const Rows rows(product.rows), pre(pre_nF), act(act_nF);
   const int64_t n = pre_nF.size(0), F = pre_nF.size(1);
   parallel(n, 4 * F, [&](int64_t begin, int64_t end) {
     const auto in = scratch<C>(F), out = scratch<C>(F);
     for (int64_t i = begin; i < end; ++i) {
       C* const target = act.template target<C>(i * F, out.get());
-      moe_kernels<C>().gelu(pre.template read<C>(i * F, F, in.get()), bias.get(), F, tanh,
+      moe_kernels<C>().gelu(rows.template read<C>(i * F, F, in.get()), product.bias.get(), F, tanh,
                             pre.template target<C>(i * F, in.get()), target);
       act.wrote(target, i * F, F);
     }
@@ -144,14 +144,14 @@ Forward forward(const Tensor& x_TD, const std::optional<Tensor>& ids_TK, const s
     if (n == 0) continue;
     const Tensor act_nF = row_range(act_buffer, 0, n);
     const Tensor pre_nF = save ? row_range(pre_NF, begin, n) : act_nF;
-    const auto bias1 = affine_without_bias<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e), pre_nF);
-    gelu_rows<C>(pre_nF, bias1, tanh, act_nF);
+    gelu_rows<C>(affine_without_bias<C>(groups.gather(x_TD, e, x_buffer), expert(w1, e), bias_of(b1, e), pre_nF), tanh,
+                 pre_nF, act_nF);
     if (dense) {
       affine(act_nF, expert(w2, e), bias_of(b2, e), view_at(y_TD, e * T * D, {T, D}, {D, 1}));
     } else {
       const Tensor y_nD = row_range(y_buffer, 0, n);
-      const auto bias2 = affine_without_bias<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
-      groups.add_rows<C>(y_nD, bias2, weights, e, y_TD);
+      const auto [rows_nD, bias] = affine_without_bias<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
+      groups.add_rows<C>(rows_nD, bias, weights, e, y_TD);
     }
   }
   return {dense ? y_TD : rounded(y_TD, code), pre_NF, groups.order_N, groups.offsets_E};

@@ -26,7 +26,7 @@ struct MoeKernels {
   // Its gradient of x, and what the row adds to the gradients of weight and bias.
   void (*normalize_backward)(const T* grad, const T* x, T mean, T rstd, const T* weight, int64_t n, T* out,
                              T* weight_grad, T* bias_grad);
-  // out = gelu(x + bias); pre = x + bias (may be x or out) unless the bias is null.
+  // out = gelu(x + bias), pre = x + bias; bias and pre may be null, and all of these places one.
   void (*gelu)(const T* x, const T* bias, int64_t n, bool tanh, T* pre, T* out);
   // act = factor * gelu(pre) unless act is null, grad_pre = factor * grad * gelu'(pre) (may be grad itself),
   // bias_grad += grad_pre unless it is null; returns the sum of grad * gelu(pre).

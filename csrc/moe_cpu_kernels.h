@@ -244,10 +244,8 @@ template <class L, bool kTanh, class T = typename L::T>
 void gelu_of(const T* x, const T* bias, int64_t n, T* pre, T* out) {
   for_lanes<L>(n, [&](int64_t i, auto lanes) MOE_ZERO_INLINE {
     auto value = load<L>(x + i, lanes);
-    if (bias) {
-      value = L::add(value, load<L>(bias + i, lanes));
-      store<L>(pre + i, value, lanes);
-    }
+    if (bias) value = L::add(value, load<L>(bias + i, lanes));
+    if (pre) store<L>(pre + i, value, lanes);
     store<L>(out + i, L::mul(value, gelu_cdf<L, kTanh, false>(value, nullptr)), lanes);
   });
 }

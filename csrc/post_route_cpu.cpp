@@ -18,14 +18,14 @@ std::tuple<Tensor, Tensor> up_forward(const Tensor& x_RD, int64_t Q, const Tenso
   const Dense<C> folded(folded_EF);
   for (int64_t e = 0; e < E; ++e) {
     const Tensor pre_RF = view_at(pre_ERF, e * R * F, {R, F}, {F, 1});
-    const auto bias = affine_without_bias<C>(x_RD, expert(w1, e), bias_of(b1, e), pre_RF);
-    const Rows pre(pre_RF);
+    const auto [rows_RF, bias] = affine_without_bias<C>(x_RD, expert(w1, e), bias_of(b1, e), pre_RF);
+    const Rows product(rows_RF), pre(pre_RF);
     parallel(G, 4 * Q * F, [&](int64_t begin, int64_t end) {
       const auto buffer = scratch<C>(F), act = scratch<C>(F);
       for (int64_t g = begin; g < end; ++g) {
         C sum = 0;
         for (int64_t r = g * Q; r < (g + 1) * Q; ++r) {
-          kernels.gelu(pre.template read<C>(r * F, F, buffer.get()), bias.get(), F, tanh,
+          kernels.gelu(product.template read<C>(r * F, F, buffer.get()), bias.get(), F, tanh,
                        pre.template target<C>(r * F, buffer.get()), act.get());
           sum += kernels.dot(act.get(), folded.get() + e * F, F);
         }
@@ -129,7 +129,7 @@ Tensor down_forward(const Tensor& pre_EGQF, const Tensor& groups_S, const Tensor
     const int64_t rows = static_cast<int64_t>(places.size()) * Q;
     if (rows == 0) continue;
     const Tensor act_nF = row_range(act_buffer, 0, rows), y_nD = row_range(y_buffer, 0, rows);
-    const Rows act(act_nF), product(y_nD);
+    const Rows act(act_nF);
     parallel(rows, 4 * F, [&](int64_t begin, int64_t end) {
       const auto in = scratch<C>(F), out = scratch<C>(F);
       for (int64_t i = begin; i < end; ++i) {
@@ -139,7 +139,8 @@ Tensor down_forward(const Tensor& pre_EGQF, const Tensor& groups_S, const Tensor
         act.wrote(target, i * F, F);
       }
     });
-    const auto bias = affine_without_bias<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
+    const auto [rows_nD, bias] = affine_without_bias<C>(act_nF, expert(w2, e), bias_of(b2, e), y_nD);
+    const Rows product(rows_nD);
     parallel(rows, 2 * D, [&](int64_t begin, int64_t end) {
       const auto in = scratch<C>(D), out = scratch<C>(D);
       for (int64_t i = begin; i < end; ++i) {
