@@ -446,8 +446,7 @@ class Communicator:
             ranks = ", ".join(f"rank {rank} layer {name!r}" for rank, name in enumerate(named))
             raise RanksDisagree(
                 f"the ranks disagree on the next {kind}: {ranks}. Every rank must run the same layers in the same "
-                f"order; "
-                "a layer that has nothing to do on a rank must still be called there"
+                "order; a layer that has nothing to do on a rank must still be called there"
             )
 
 

@@ -225,10 +225,15 @@ class _Step:
         moments = {"start": (0, process + self.initial + masters)}
 
         remaining, arrived, under_way = self.activations, 0, 0
+        before, waited = None, False
         resident = full.get("", 0) + (0 if self.reshard else sum(full[name] for name in self.names))
         for i, name in [*reversed(list(enumerate(self.names))), *([(0, "")] if "" in layouts else [])]:
-            # The layer at work and the one that backward comes to next; at the end, the last one.
-            fetched = sum(full[each] for each in self.names[max(i - 1, 0) : i + 1]) if self.reshard else 0
+            # The layer at work and the one that backward comes to next; at the end, the last one. A layer that is
+            # larger than both this one and the one whose gradients are under way waits until they are through.
+            under_way = 0 if waited else under_way
+            following = full[self.names[i - 1]] if i and self.reshard else 0
+            waited = before is not None and following > max(full[name], full[before])
+            fetched = full[self.names[i]] + (0 if waited else following) if self.reshard else 0
             own = _gradient_bytes(layouts[name])
             # On one rank gradients are packed into the shard's. Otherwise those of the layer before still wait while
             # they are packed, sent and summed, part by part.
@@ -237,6 +242,7 @@ class _Step:
             remaining -= self.saved[name]
             arrived += layouts[name].masters.trainable_bytes
             under_way = own + 2 * min(rows[name], CHUNK_BYTES)
+            before = name
             if name and not self.reshard:
                 resident -= full[name]
         update = self.temporaries * max(layout.masters.trainable_bytes for layout in layouts.values())

@@ -70,6 +70,12 @@ class _Backward:
         self.reductions: list[tuple[FlatLayer, Pending | Tensor]] = []
         self.unrecorded: FlatLayer | None = None  # the last layer that backward reached outside the recorded uses
 
+    def sets_peak(self, layer: FlatLayer) -> bool:
+        """Whether a layer that is not there yet is larger than all whose gradients are under way, as embeddings often
+        are: the peak of memory would then be where it meets them, so it is kept apart."""
+        under_way = [_bytes(other) for other, _ in self.reductions]
+        return bool(under_way) and not layer.resident and _bytes(layer) > max(under_way)
+
 
 class _EndOfBackward:
     """The engine calls it when backward is through; if backward raised instead, it is dropped without a call."""
@@ -210,9 +216,8 @@ class Schedule:
 
     def _saving(self, use: Use) -> tuple[Callable, Callable]:
         """Hooks that fetch the layer when backward reads one of its parameters that autograd saved, by whatever way it
-        got
-        there: a loss from inside the layer reaches no output. Other tensors go to the hooks that are active already,
-        those of activation checkpointing for example."""
+        got there: a loss from inside the layer reaches no output. Other tensors go to the hooks that are active
+        already, those of activation checkpointing for example."""
         layer = use.layer
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -281,8 +286,7 @@ class Schedule:
         if layer.version != use.version:
             raise RuntimeError(
                 f"the parameters of layer {layer.name!r} have been modified (by an optimizer step or by loading "
-                f"values) since "
-                "the forward whose backward runs now"
+                "values) since the forward whose backward runs now"
             )
         backward = self._begin_backward()
         if use is not backward.last:
@@ -329,8 +333,13 @@ class Schedule:
             if not (layer in needed or layer in self._running or stays):
                 self._free(layer)
         self._leave_unrecorded(backward, needed)
+        # Only for what all ranks are through with: another rank may need this fetch to get there.
+        while backward.reductions and backward.reductions[0][0] not in to_come and backward.sets_peak(use.layer):
+            self._finish_reduction(backward)
         use.layer.start_fetch()
         for layer in following:
+            if backward.sets_peak(layer) and _bytes(layer) > _bytes(use.layer):
+                break  # it is fetched when backward reaches it
             layer.start_fetch()
         for layer in dict.fromkeys(other.layer for other in passed):
             if layer not in to_come:
@@ -418,6 +427,10 @@ class Schedule:
             if isinstance(pending, Pending):
                 with suppress(RuntimeError):  # the next collective raises it again
                     pending.wait()
+
+
+def _bytes(layer: FlatLayer) -> int:
+    return layer.plan.flat_bytes
 
 
 def _in_backward() -> bool:
