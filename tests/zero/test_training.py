@@ -517,6 +517,46 @@ def test_the_next_layer_is_fetched_while_one_computes(on_ranks):
         assert forward[:4] == ["fetch Net", "fetch blocks.0", "fetch blocks.1", "fetch blocks.2"]
 
 
+def large_layer_case():
+    torch.manual_seed(0)
+    model = Net()
+    model.first = nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH))
+    sharded = shard(model, [Block, "first"])
+    events = []
+    for layer in sharded.flat_layers:
+
+        def fetched(start=layer.start_fetch, layer=layer):
+            if not layer.resident:
+                events.append(f"fetch {layer.name}")
+            start()
+
+        def reduced(gradient, add=layer.add_gradient, layer=layer):
+            events.append(f"reduced {layer.name}")
+            add(gradient)
+
+        layer.start_fetch, layer.add_gradient = fetched, reduced
+    for _ in range(2):
+        loss = sharded(share(0)).sum()
+        events.clear()
+        loss.backward()
+    return events
+
+
+def test_the_gradients_of_the_layer_before_are_reduced_before_a_larger_layer_is_fetched(on_ranks):
+    for events in on_ranks(2, large_layer_case):
+        assert [event for event in events if event != "reduced Net"] == [
+            "fetch blocks.2",
+            "fetch blocks.1",
+            "reduced blocks.3",
+            "fetch blocks.0",
+            "reduced blocks.2",
+            "reduced blocks.1",
+            "reduced blocks.0",
+            "fetch first",
+            "reduced first",
+        ]
+
+
 def memory_case():
     sharded, _ = pair()
     full = []
