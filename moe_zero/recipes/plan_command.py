@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -142,19 +141,17 @@ def _print_table(title: str, estimates: list[Estimate]) -> None:
 
     copies = f"{estimates[-1].saving / MIB:,.0f} MiB"
     table = Table(title=title, caption=(
-        "MiB on each rank. Activations are an estimate. Buffers are layers and messages that come and go. Not all of a "
-        "row exists at once; the peak does. Gathered, reduced: payload of a step; sent: by each rank. "
+        "MiB on each rank. Activations are an estimate. Buffers are layers and messages that come and go. Not all "
+        "of it exists at once; the peak does. Gathered, reduced: payload of a step; sent: by each rank. "
         f"While a checkpoint is written in the background, its copies take {copies} more (ZeRO-3)."
     ))  # fmt: skip
-    columns = ("parameters", "gradients", "optimizer", "activations", "buffers", "process", "peak")
     table.add_column("")
-    for name in (*columns, "peak at", "gathered", "reduced", "sent"):
-        table.add_column(name, justify="right")
     for each in estimates:
-        memory = [f"{getattr(each, name) / MIB:,.0f}" for name in columns]
-        traffic = [each.all_gather, each.reduce_scatter + each.all_reduce, each.sent]
-        table.add_row(each.strategy, *memory, each.at, *(f"{value / MIB:,.0f}" for value in traffic))
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=132)
-    console.print(table)
+        table.add_column(each.strategy, justify="right")
+    for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "process", "peak"):
+        table.add_row(name, *(f"{getattr(each, name) / MIB:,.0f}" for each in estimates))
+    table.add_row("peak at", *(each.at for each in estimates), end_section=True)
+    table.add_row("gathered", *(f"{each.all_gather / MIB:,.0f}" for each in estimates))
+    table.add_row("reduced", *(f"{(each.reduce_scatter + each.all_reduce) / MIB:,.0f}" for each in estimates))
+    table.add_row("sent", *(f"{each.sent / MIB:,.0f}" for each in estimates))
+    Console().print(table)
