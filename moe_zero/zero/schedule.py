@@ -70,12 +70,6 @@ class _Backward:
         self.reductions: list[tuple[FlatLayer, Pending | Tensor]] = []
         self.unrecorded: FlatLayer | None = None  # the last layer that backward reached outside the recorded uses
 
-    def sets_peak(self, layer: FlatLayer) -> bool:
-        """Whether a layer that is not there yet is larger than all whose gradients are under way, as embeddings often
-        are: the peak of memory would then be where it meets them, so it is kept apart."""
-        under_way = [_bytes(other) for other, _ in self.reductions]
-        return bool(under_way) and not layer.resident and _bytes(layer) > max(under_way)
-
 
 class _EndOfBackward:
     """The engine calls it when backward is through; if backward raised instead, it is dropped without a call."""
@@ -316,7 +310,7 @@ class Schedule:
 
     def _arrive(self, backward: _Backward, use: Use) -> None:
         use.reached = True
-        backward.last = use
+        before, backward.last = backward.last, use
         backward.newest_pass = max(backward.newest_pass, use.pass_number)
         passed = [other for other in backward.pending if other.start > use.end]
         backward.pending = [other for other in backward.pending if other.start <= use.end]
@@ -333,13 +327,18 @@ class Schedule:
             if not (layer in needed or layer in self._running or stays):
                 self._free(layer)
         self._leave_unrecorded(backward, needed)
-        # Only for what all ranks are through with: another rank may need this fetch to get there.
-        while backward.reductions and backward.reductions[0][0] not in to_come and backward.sets_peak(use.layer):
-            self._finish_reduction(backward)
+        # A layer larger than its neighbours, as embeddings often are, would set the peak of memory where it meets their
+        # gradients. So it is not fetched ahead while they travel, and waits until they are reduced; but only for layers
+        # that all ranks are through with, since another rank may need this fetch to get there.
+        if not use.layer.resident:
+            while backward.reductions and _bytes(backward.reductions[0][0]) < _bytes(use.layer):
+                if backward.reductions[0][0] in to_come:
+                    break
+                self._finish_reduction(backward)
         use.layer.start_fetch()
         for layer in following:
-            if backward.sets_peak(layer) and _bytes(layer) > _bytes(use.layer):
-                break  # it is fetched when backward reaches it
+            if before is not None and _bytes(layer) > max(_bytes(use.layer), _bytes(before.layer)):
+                break
             layer.start_fetch()
         for layer in dict.fromkeys(other.layer for other in passed):
             if layer not in to_come:
