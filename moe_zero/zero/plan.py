@@ -230,7 +230,8 @@ class _Step:
         for i, name in [*reversed(list(enumerate(self.names))), *([(0, "")] if "" in layouts else [])]:
             # The layer at work and the one that backward comes to next; at the end, the last one. A layer that is
             # larger than both this one and the one whose gradients are under way waits until they are through.
-            under_way = 0 if waited else under_way
+            if waited:
+                under_way = 0
             following = full[self.names[i - 1]] if i and self.reshard else 0
             waited = before is not None and following > max(full[name], full[before])
             fetched = full[self.names[i]] + (0 if waited else following) if self.reshard else 0

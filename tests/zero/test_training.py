@@ -476,20 +476,23 @@ def test_traffic_is_three_times_the_parameters_or_two_without_resharding(keep, o
     on_ranks(2, traffic_case, keep)
 
 
-def prefetch_case(prefetch):
-    sharded, _ = pair(prefetch=prefetch)
-    events = []
-    for i, layer in enumerate(sharded.flat_layers):
-        start, block = layer.start_fetch, layer.name
+def log_fetches(sharded, events):
+    for layer in sharded.flat_layers:
 
-        def logged(start=start, layer=layer):
+        def fetch(start=layer.start_fetch, layer=layer):
             if not layer.resident:
                 events.append(f"fetch {layer.name}")
             start()
 
-        layer.start_fetch = logged
-        if i < 4:
-            sharded.module.blocks[i].register_forward_hook(lambda *_, name=block: events.append(f"forward {name}"))
+        layer.start_fetch = fetch
+
+
+def prefetch_case(prefetch):
+    sharded, _ = pair(prefetch=prefetch)
+    events = []
+    log_fetches(sharded, events)
+    for i, block in enumerate(sharded.module.blocks):
+        block.register_forward_hook(lambda *_, i=i: events.append(f"forward blocks.{i}"))
     sharded(share(0)).sum().backward()
     events.clear()
     loss = sharded(share(0)).sum()
@@ -523,18 +526,14 @@ def large_layer_case():
     model.first = nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH))
     sharded = shard(model, [Block, "first"])
     events = []
+    log_fetches(sharded, events)
     for layer in sharded.flat_layers:
 
-        def fetched(start=layer.start_fetch, layer=layer):
-            if not layer.resident:
-                events.append(f"fetch {layer.name}")
-            start()
-
-        def reduced(gradient, add=layer.add_gradient, layer=layer):
+        def add_gradient(gradient, add=layer.add_gradient, layer=layer):
             events.append(f"reduced {layer.name}")
             add(gradient)
 
-        layer.start_fetch, layer.add_gradient = fetched, reduced
+        layer.add_gradient = add_gradient
     for _ in range(2):
         loss = sharded(share(0)).sum()
         events.clear()
